@@ -3,7 +3,7 @@
 Shapes, everywhere in this package:
 
     B   rows of a batch              D   hidden size of the base model
-    T   tokens of a sequence         V   vocabulary of the output embedding
+    T   tokens of a sequence         V   vocabulary of the LM head
     K   heads                        N   nodes of a candidate tree, root included
     S   cache slots of a row         L   depth of a tree + 1
 

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from medusa.base.architecture_check import check_base, check_is_model
-from medusa.base.causal_lm import CausalLM, home_device, vocab_size
+from medusa.base.causal_lm import CausalLM, lm_head_device, vocab_size
 from medusa.base.loading import load_base, load_tokenizer, sizes_of
 from medusa.base.recurrent import keeps_state
 from medusa.decoding.adaptive import AdaptiveDrafting, DraftCosts
@@ -26,10 +26,10 @@ from medusa.decoding.steps import Steps, check_step
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.references import References, SuffixCorpus, references_of
 from medusa.drafters.registry import MAX_OPTIONAL_NODES, DrafterFactory, DrafterSettings
+from medusa.engine.engine_state import EngineState
 from medusa.engine.loading import PLACING, load_for_engine
-from medusa.engine.prepared import Prepared
 from medusa.hardware import multiplies_in_float32, release_threads
-from medusa.heads.ahead import AheadHead, Heads, check_sizes_fit
+from medusa.heads.autoregressive_head import AutoregressiveHead, Heads, check_sizes_fit
 from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, check_tree_fits, load_heads, own_heads
 from medusa.hub import HUB_ARGUMENTS
 from medusa.options import Engine, StepKind, check_read_by
@@ -92,11 +92,11 @@ class MedusaModel:
         Raises:
             ValueError: the engine cannot run the base as it is now.
         """
-        prepared = Prepared(self.base, self.heads, self.engine)
-        check_step(self.step, prepared.runner)
+        state = EngineState(self.base, self.heads, self.engine)
+        check_step(self.step, state.runner)
         # all at once from here on: other threads may be in calls
-        self._prepared = prepared
-        self._steps, self._drafters = Steps(prepared.runner, prepared.drafting_heads), DrafterFactory(self)
+        self._engine_state = state
+        self._steps, self._drafters = Steps(state.runner, state.drafting_heads), DrafterFactory(self)
         self._costs = DraftCosts()
         self.tuned = tuned_for(self.tuned, self.runtime)
         release_threads()
@@ -104,17 +104,17 @@ class MedusaModel:
     @property
     def runner(self) -> CausalLM:
         """The base model as the engine runs it; ``base`` itself when eager."""
-        return self._prepared.runner
+        return self._engine_state.runner
 
     @property
     def drafting_heads(self) -> Heads | None:
         """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""
-        return self._prepared.drafting_heads
+        return self._engine_state.drafting_heads
 
     @property
     def runtime(self) -> Runtime:
         """Where this model decodes: what a tuned tree must have been timed on to be used."""
-        return self._prepared.runtime
+        return self._engine_state.runtime
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles hold what the model was made of; the engine's part is made anew."""
@@ -207,7 +207,7 @@ class MedusaModel:
 
     @property
     def device(self) -> torch.device:
-        return home_device(self.base)
+        return lm_head_device(self.base)
 
     @property
     def tokenizer(self) -> Any:
@@ -362,7 +362,7 @@ class MedusaModel:
             ``return_dict_in_generate=True``.
         """
         options = _Options(seed, tree, drafter, acceptance, step, prediction, corpus)
-        return self._joined(self._prepared_call(inputs, kwargs), options, streamer)
+        return self._joined(self._call_transformers(inputs, kwargs), options, streamer)
 
     def stream(
         self,
@@ -381,7 +381,7 @@ class MedusaModel:
         """The same tokens as :meth:`generate`, one step at a time; ``statistics`` is filled as it goes.
         With another ``step`` than "general", steps come in bursts on a GPU."""
         options = _Options(seed, tree, drafter, acceptance, step, prediction, corpus)
-        return self._decoded(self._prepared_call(inputs, kwargs), options, statistics)
+        return self._decoded(self._call_transformers(inputs, kwargs), options, statistics)
 
     def continuous_batch(
         self,
@@ -410,7 +410,7 @@ class MedusaModel:
             self.compile()  # before anybody waits for an answer
         self._check_prepared()
         steps = self._steps
-        runner = steps.runner_of_many(kind, () if heads is None else heads.reads_layers)
+        runner = steps.runner_of_many(kind, () if heads is None else heads.aux_layers)
 
         def make_drafter(num_rows: int, copies: bool) -> tuple[Drafter, AdaptiveDrafting | None]:
             drafters = self._drafters
@@ -421,9 +421,9 @@ class MedusaModel:
         return Batch(
             runner,
             make_drafter,
-            self._prepared.guard(),
+            self._engine_state.staleness_check(),
             limits or BatchLimits(),
-            needs_features=isinstance(heads, AheadHead),
+            needs_features=isinstance(heads, AutoregressiveHead),
             max_nodes=1 if plain else max(tree.num_nodes for tree in trees) + MAX_OPTIONAL_NODES,
         )
 
@@ -441,7 +441,7 @@ class MedusaModel:
 
         ``num_logprobs`` asks for the base's own log-probability of each token, and of so many likeliest ones.
         """
-        request = decode_request(self.base, seed=seed, **self._prepared_call(inputs, kwargs))
+        request = decode_request(self.base, seed=seed, **self._call_transformers(inputs, kwargs))
         request = replace(request, num_logprobs=num_logprobs)
         return self._with_references(request, prediction, corpus)
 
@@ -478,7 +478,7 @@ class MedusaModel:
         step: StepKind | None = None,
         prediction: Any = None,
         corpus: SuffixCorpus | None = None,
-        **prepared: Any,
+        **call: Any,
     ) -> Tensor | MedusaOutput:
         """The decoding method behind ``base.generate(..., custom_generate=medusa_model.decode)``.
 
@@ -488,12 +488,12 @@ class MedusaModel:
         """
         if base is not self.base:
             raise ValueError("decode belongs to this MedusaModel's own base model, got another one")
-        prepared |= {"input_ids": input_ids, "generation_config": generation_config}
+        call |= {"input_ids": input_ids, "generation_config": generation_config}
         return self._joined(
-            prepared, _Options(seed, tree, drafter, acceptance, step, prediction, corpus), streamer
+            call, _Options(seed, tree, drafter, acceptance, step, prediction, corpus), streamer
         )
 
-    def _prepared_call(self, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _call_transformers(self, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
         """What ``transformers``' ``generate`` makes of its arguments for a decoding method."""
 
         def handed_over(_base: CausalLM, input_ids: Tensor, **rest: Any) -> dict[str, Any]:
@@ -505,13 +505,13 @@ class MedusaModel:
 
     def _decoded(
         self,
-        prepared: dict[str, Any],
+        call: dict[str, Any],
         options: _Options,
         statistics: DecodingStatistics | None,
         is_streamed: bool = True,
     ) -> Iterator[StepResult]:
         """The one way to the decode loop."""
-        request = decode_request(self.base, seed=options.seed, acceptance=options.acceptance, **prepared)
+        request = decode_request(self.base, seed=options.seed, acceptance=options.acceptance, **call)
         request = self._with_references(request, options.prediction, options.corpus)
         if len(request.tokens) > 1 and keeps_state(self.base):
             warnings.warn(
@@ -520,7 +520,7 @@ class MedusaModel:
                 stacklevel=2,
             )
         self._check_prepared()
-        guard = self._prepared.guard()
+        guard = self._engine_state.staleness_check()
         kind = options.step or self.step
         drafter = self._drafter(options, request)
         adaptive = self._adaptive(options, request, drafter)
@@ -539,14 +539,14 @@ class MedusaModel:
         return _releasing_threads(decode(batch, request))
 
     def _joined(
-        self, prepared: dict[str, Any], options: _Options, streamer: BaseStreamer | None
+        self, call: dict[str, Any], options: _Options, streamer: BaseStreamer | None
     ) -> Tensor | MedusaOutput:
         """The steps joined to what ``generate`` returns."""
-        input_ids, config = prepared["input_ids"].long(), prepared["generation_config"]
+        input_ids, config = call["input_ids"].long(), call["generation_config"]
         if streamer is not None and len(input_ids) > 1:
             raise ValueError(f"streamer works with batch size 1, got {len(input_ids)} rows; use stream()")
         statistics = DecodingStatistics()
-        steps = self._decoded(prepared, options, statistics, streamer is not None)
+        steps = self._decoded(call, options, statistics, streamer is not None)
         answers: list[list[int]] = [[] for _ in range(len(input_ids))]
         if streamer is not None:
             streamer.put(input_ids.cpu())
@@ -563,7 +563,7 @@ class MedusaModel:
         return MedusaOutput(sequences=cast(torch.LongTensor, sequences), statistics=statistics)
 
     def _check_prepared(self) -> None:
-        if not self._prepared.is_current():
+        if not self._engine_state.is_current():
             self.refresh()
 
     def _drafter(self, options: _Options, request: DecodeRequest) -> Drafter:

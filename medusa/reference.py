@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from medusa.acceptance.sampling import gumbel_noise
-from medusa.base.causal_lm import CausalLM, end_ids, output_embedding, vocab_size
+from medusa.base.causal_lm import CausalLM, end_ids, lm_head, vocab_size
 from medusa.drafters.heads import HeadsDrafter
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import CandidateTree
@@ -83,7 +83,7 @@ def draft(
         nodes = [node for node, path in enumerate(tree.paths) if len(path) == depth]
         above = torch.stack([tokens[ancestors(tree, tree.parents[node])] for node in nodes])  # (M, depth)
         states = hidden.expand(len(nodes), -1)  # (M, D)
-        scores = heads.logits_of(depth - 1, states, output_embedding(base), above)  # (M, V')
+        scores = heads.logits_of(depth - 1, states, lm_head(base), above)  # (M, V')
         if temperature > 0:
             noise = noise_at(len(text) + depth - 1, seed, vocab_size(base))  # (V,)
             noise = noise if heads.token_map is None else noise[heads.token_map]  # (V',)
@@ -116,10 +116,10 @@ def causal_mask(length: int) -> Tensor:
 def forward(
     base: CausalLM, cache: DynamicCache, tokens: Tensor, positions: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states (N, D) that the output embedding reads, and logits (N, V), of tokens (N,) long at
+    """Hidden states (N, D) that the LM head reads, and logits (N, V), of tokens (N,) long at
     positions (N,) long, which see the slots of ``mask`` (N, S + N) bool. The cache then holds N more."""
     seen: list[Tensor] = []
-    hook = output_embedding(base).register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
+    hook = lm_head(base).register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
     blocked = torch.zeros(mask.shape, dtype=base.dtype).masked_fill(~mask, torch.finfo(base.dtype).min)
     try:
         output: Any = base(

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel
-from medusa.base.causal_lm import hidden_size, hidden_states, output_embedding, vocab_size
-from medusa.heads.ahead import drafted_states
+from medusa.base.causal_lm import hidden_size, hidden_states, lm_head, vocab_size
+from medusa.heads.autoregressive_head import unroll
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.interop.conversion import FORMATS, check_chain, export_heads
 from medusa.interop.protocol import ReadRequest, ToExport
@@ -45,7 +45,7 @@ def heads_that_know(base, answers: list[torch.Tensor], num_steps: int = 20) -> M
         for answer, state in zip(answers, states, strict=True):
             for head in range(NUM_HEADS):
                 ahead = head + 2
-                logits = heads.logits_of(head, state[:-ahead], output_embedding(base))
+                logits = heads.logits_of(head, state[:-ahead], lm_head(base))
                 F.cross_entropy(logits, column[answer[0, ahead:]]).backward()
         optimizer.step()
     return heads.eval()
@@ -60,16 +60,16 @@ def eagle3_that_knows(base, answers: list[torch.Tensor], num_steps: int = 40) ->
     column = torch.zeros(vocab_size(base), dtype=torch.long)
     column[tokens] = torch.arange(len(tokens))
     with torch.no_grad():
-        states = [hidden_states(base, answer, layers=head.reads_layers) for answer in answers]
+        states = [hidden_states(base, answer, layers=head.aux_layers) for answer in answers]
         embedded = [base.get_input_embeddings()(answer) for answer in answers]
     optimizer = torch.optim.Adam(head.parameters(), lr=2e-3)
     for _ in range(num_steps):
         optimizer.zero_grad()
         for answer, state, embeddings in zip(answers, states, embedded, strict=True):
             at = torch.arange(answer.shape[1] - 1)[None]
-            drafted = drafted_states(head, state[:, :-1], embeddings[:, 1:], at)
+            drafted = unroll(head, state[:, :-1], embeddings[:, 1:], at)
             for depth, given in enumerate(drafted):
-                logits = head.unembedded(given[0, depth:-1], output_embedding(base))
+                logits = head.unembedded(given[0, depth:-1], lm_head(base))
                 F.cross_entropy(logits, column[answer[0, depth + 2 :]]).backward(retain_graph=True)
         optimizer.step()
     return head.eval()

@@ -21,7 +21,7 @@ from medusa.training.run import job
 from medusa.training.run.trainer import Trainer
 from medusa.training.states import format as states_format
 from medusa.training.states import stored as stored_states
-from medusa.training.states.base import LiveStates
+from medusa.training.states.base import OnlineHiddenStates
 
 PROGRAM = Path(__file__).parent.parent / "train" / "train_heads.py"
 
@@ -45,13 +45,13 @@ if "KILL_AT_STEP" in os.environ:
 
 if "SHARD_BYTES" in os.environ:
     states_format.SHARD_BYTES = int(os.environ["SHARD_BYTES"])
-    write = stored_states.StoredStates.compute
+    write = stored_states.CachedHiddenStates.compute
 
-    def told(self: stored_states.StoredStates, shards: list[int], *arguments: Any) -> None:
+    def told(self: stored_states.CachedHiddenStates, shards: list[int], *arguments: Any) -> None:
         write(self, shards, *arguments)
         sys.stderr.write(f"rank {os.environ['RANK']} wrote {len(shards)} shards of {self.directory.name}\n")
 
-    stored_states.StoredStates.compute = told
+    stored_states.CachedHiddenStates.compute = told
 
 if "FORBID_BASE" in os.environ:
     job.load_live = None  # type: ignore[assignment]
@@ -59,7 +59,7 @@ if "FORBID_BASE" in os.environ:
 if "SAY_LOADED" in os.environ:
     load_live = job.load_live
 
-    def said(*arguments: Any) -> LiveStates:
+    def said(*arguments: Any) -> OnlineHiddenStates:
         live = load_live(*arguments)
         layers = live.base.model.layers.parameters()
         parameters = [getattr(each, "_local_tensor", each) for each in layers]

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from medusa.heads.ahead import drafted_states
+from medusa.heads.autoregressive_head import unroll
 from medusa.heads.mtp import UNSAID, MtpConfig, MtpHead, num_mtp_layers, without_weights
 
 STATEFUL = TINY
@@ -117,7 +117,7 @@ def fit(head: MtpHead, base: Any, text: torch.Tensor, num_steps: int = 12) -> No
         hidden = base(text, output_hidden_states=True).hidden_states[-1]
         following = base.get_input_embeddings()(text.roll(-1, dims=1))
     for _ in range(num_steps):
-        states = drafted_states(head, hidden, following, torch.arange(text.shape[1])[None])
+        states = unroll(head, hidden, following, torch.arange(text.shape[1])[None])
         logits = [base.lm_head(each[0, depth:-2]) for depth, each in enumerate(states)]
         losses = [cross_entropy(each, text[0, depth + 2 :]) for depth, each in enumerate(logits)]
         optimiser.zero_grad()

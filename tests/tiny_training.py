@@ -21,7 +21,7 @@ from medusa.training.data.loading import Dataset, load_data
 from medusa.training.run.job import RECIPES, stored_states
 from medusa.training.run.run_directory import RunDirectory
 from medusa.training.run.trainer import Trainer
-from medusa.training.states.stored import BaseStates
+from medusa.training.states.stored import HiddenStateSource
 
 MORTAL = str(CHECKOUT / "tests" / "launched_training.py")
 """Trains as `medusa train` does, and dies as the environment says."""
@@ -139,17 +139,21 @@ def new_trainer(directory: Path, rows: list[dict[str, Any]], **options: Any) -> 
 
 
 def trainer_on(configuration: TrainingConfiguration, base: Any, data: Dataset) -> Trainer:
-    accelerator, console, states = accelerator_of(configuration), Console(quiet=True), BaseStates.of(base)
+    accelerator, console, states = (
+        accelerator_of(configuration),
+        Console(quiet=True),
+        HiddenStateSource.of(base),
+    )
     if configuration.optimisation.cache_hidden_states:
         stored = stored_states(configuration, accelerator, base, lambda: states.live, data, console)
-        states = BaseStates(base, states.live, stored)
+        states = HiddenStateSource(base, states.live, stored)
     recipe = RECIPES[configuration.kind](configuration, states, data.training)
     trainer = Trainer(recipe, accelerator, data, console)
     go_on = trainer._begin
 
     def begin() -> None:
         """What the job does before there is a trainer, and then the trainer's own."""
-        trainer.run.begin(configuration)
+        trainer.run.start(configuration)
         go_on()
 
     trainer._begin = begin

@@ -21,9 +21,9 @@ from medusa.base.causal_lm import (
     cache_argument,
     context_length,
     copy_sharing_parameters,
-    home_device,
+    lm_head,
+    lm_head_device,
     new_cache,
-    output_embedding,
     prefill,
     verify,
     vocab_size,
@@ -154,7 +154,7 @@ def _trial(base: CausalLM, seed: int) -> Comparison:
     usable = _usable_tokens(base)
     width = max(lengths)
     draws = torch.rand(len(lengths), width + TREE.num_nodes + 1, generator=generator)
-    tokens = usable[(draws * len(usable)).long()].to(home_device(base))
+    tokens = usable[(draws * len(usable)).long()].to(lm_head_device(base))
     prompts, nodes, after = tokens.split([width, TREE.num_nodes, 1], dim=1)
     rows = []  # per prompt (2, length + 5): the tokens along either branch
     for row, length in enumerate(lengths):
@@ -340,7 +340,7 @@ def check_decodable(base: CausalLM, attends_here: bool = True) -> None:
     name, config = type(base).__name__, base.config.get_text_config(decoder=True)
     if base.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder model; tree verification needs a decoder-only model")
-    output_embedding(base)
+    lm_head(base)
     if not base.can_generate():
         raise ValueError(f"{name} cannot generate: it is no causal language model; use AutoModelForCausalLM")
     if keeps_state(base):

@@ -27,8 +27,8 @@ GROWTH_STEP = 256
 READ_STEP = {"cuda": 64}
 """Slots that a pass reads are a multiple of it, by kind of device: a card's attention is chosen by length,
 and is fastest in whole blocks. It divides :data:`GROWTH_STEP`."""
-MOST_BEHIND = 12
-"""Tokens to be read again (:attr:`TreeCache.num_behind`) from which on a step has no drafts."""
+MAX_REPLAY_TOKENS = 12
+"""Tokens to be read again (:attr:`TreeCache.num_replay_tokens`) from which on a step has no drafts."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class PassSlots:
 class TreeCache(Cache):
     """Committed tokens of B rows of different lengths; the only place where cache contents change.
 
-    Per forward pass: :meth:`begin`, the model's forward, then :meth:`commit`.
+    Per forward pass: :meth:`plan_pass`, the model's forward, then :meth:`commit`.
     """
 
     takes_masks = True
@@ -105,13 +105,13 @@ class TreeCache(Cache):
         return len(self.lengths)
 
     @property
-    def num_behind(self) -> int:
+    def num_replay_tokens(self) -> int:
         """Committed tokens that the next pass reads again, of the row that has most: none where all that is
         kept of a text is keys and values."""
         return 0
 
     @property
-    def rows_apart(self) -> list[int]:
+    def rows_needing_recheck(self) -> list[int]:
         """Rows whose states the pass under way computes by another rule than plain decoding: none where all
         that is kept of a text is keys and values."""
         return []
@@ -156,7 +156,7 @@ class TreeCache(Cache):
         """Slots of each row that are allocated."""
         return max((layer.capacity for layer in self.tree_layers), default=0)
 
-    def begin(self, num_nodes: int, first_node: int = 0) -> None:
+    def plan_pass(self, num_nodes: int, first_node: int = 0) -> None:
         """Announce a pass over ``num_nodes`` tokens per row, the nodes of a tree from ``first_node`` on.
 
         Nodes before ``first_node`` must have been run since the last commit.
@@ -289,7 +289,7 @@ class FixedTreeCache(TreeCache):
         for layer in self.tree_layers:
             layer.reserve(num_slots)
 
-    def begin(self, num_nodes: int, first_node: int = 0) -> None:
+    def plan_pass(self, num_nodes: int, first_node: int = 0) -> None:
         nodes = torch.arange(first_node, first_node + num_nodes, device=self.lengths.device)
         self.under_way.slots = self.lengths[:, None] + nodes
 

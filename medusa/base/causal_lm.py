@@ -1,6 +1,6 @@
 """Reads a causal language model through its public interface, and says how far it can be read.
 
-The hidden state that heads read is the exact input of the model's output embedding, whatever scaling
+The hidden state that heads read is the exact input of the model's LM head, whatever scaling
 or soft-capping the architecture adds after it. It is seen through a forward pre-hook that lives for
 one forward pass (or, where passes are compiled or captured, one answer); nothing stays attached to the
 model. Heads that fuse layers also read what comes out of some decoder layers, seen in the same way: hidden
@@ -48,25 +48,25 @@ CausalLM = Any
 """A ``transformers`` causal LM: PreTrainedModel and GenerationMixin, which share no static type."""
 
 
-def output_embedding(base: CausalLM) -> nn.Module:
+def lm_head(base: CausalLM) -> nn.Module:
     """The module that turns a hidden state (..., D) into logits (..., V)."""
     module = base.get_output_embeddings()
     if module is None:
         raise ValueError(
-            f"{type(base).__name__} has no output embedding, so it is not a causal language model; "
+            f"{type(base).__name__} has no LM head, so it is not a causal language model; "
             "load it with AutoModelForCausalLM"
         )
     return module
 
 
-def embedding_weight(output_embedding: nn.Module) -> Tensor:
-    """The weight (V, D) of an output embedding, for its shape, type and place; its numbers are those of
+def embedding_weight(lm_head: nn.Module) -> Tensor:
+    """The weight (V, D) of an LM head, for its shape, type and place; its numbers are those of
     :func:`embedding_rows`."""
-    return cast(Tensor, output_embedding.weight)
+    return cast(Tensor, lm_head.weight)
 
 
 def embedding_rows(embedding: nn.Module) -> Tensor:
-    """The rows (V, D) of an input or output embedding, in the precision that they are held in."""
+    """The rows (V, D) of an input embedding or LM head, in the precision that they are held in."""
     rows = cast(Tensor, getattr(embedding, "rows", embedding.weight)).detach()
     if rows.is_meta and (hook := _offloading_hook(embedding)) is not None:
         return hook.weights_map["weight"].detach().to(place_of(embedding))
@@ -74,7 +74,7 @@ def embedding_rows(embedding: nn.Module) -> Tensor:
 
 
 def place_of(embedding: nn.Module) -> torch.device:
-    """Where an input or output embedding computes: where its weight is, or, where that was offloaded, where
+    """Where an input embedding or LM head computes: where its weight is, or, where that was offloaded, where
     accelerate brings it for each pass."""
     device = embedding_weight(embedding).device
     hook = _offloading_hook(embedding) if device.type == "meta" else None
@@ -87,22 +87,22 @@ def _offloading_hook(module: nn.Module) -> Any:
     return next((each for each in getattr(outer, "hooks", [outer]) if getattr(each, "offload", False)), None)
 
 
-def home_device(base: CausalLM) -> torch.device:
-    """Where a decode step's own tensors live: beside the output embedding, wherever the layers are.
+def lm_head_device(base: CausalLM) -> torch.device:
+    """Where a decode step's own tensors live: beside the LM head, wherever the layers are.
 
     accelerate's hooks carry what a model sharded by ``device_map`` takes and gives from device to device.
     """
-    return place_of(output_embedding(base))
+    return place_of(lm_head(base))
 
 
 def hidden_size(base: CausalLM) -> int:
-    """D: what the output embedding reads."""
-    return embedding_weight(output_embedding(base)).shape[1]
+    """D: what the LM head reads."""
+    return embedding_weight(lm_head(base)).shape[1]
 
 
 def vocab_size(base: CausalLM) -> int:
-    """V: rows of the output embedding."""
-    return embedding_weight(output_embedding(base)).shape[0]
+    """V: rows of the LM head."""
+    return embedding_weight(lm_head(base)).shape[0]
 
 
 def end_ids(base: CausalLM, tokenizer: Any = None) -> frozenset[int]:
@@ -126,7 +126,7 @@ def context_length(base: CausalLM) -> int | None:
     return getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
-def switch_length(base: CausalLM) -> int | None:
+def longrope_threshold(base: CausalLM) -> int | None:
     """The position from which LongRoPE takes its long factors; None for other models."""
     sets = zip(rope_types(base), _rope_parameters(base), strict=True)
     return min(
@@ -187,16 +187,16 @@ def copy_sharing_parameters(module: Any) -> Any:
 def new_cache(base: CausalLM, num_rows: int) -> TreeCache:
     """An empty cache for ``num_rows`` rows of ``base``."""
     if keeps_state(base):
-        device = home_device(base)
+        device = lm_head_device(base)
         return StatefulCache([StatefulRow(base.config, device) for _ in range(num_rows)], device)
     config = base.config.get_text_config(decoder=True)
-    return TreeCache(num_rows, config.num_hidden_layers, home_device(base))
+    return TreeCache(num_rows, config.num_hidden_layers, lm_head_device(base))
 
 
 @torch.no_grad()
 def cache_bytes_per_token(base: CausalLM) -> int:
     """Memory that keys and values of one token of one row take: one is read to find out."""
-    cache, one = new_cache(base, 1), torch.ones(1, dtype=torch.long, device=home_device(base))
+    cache, one = new_cache(base, 1), torch.ones(1, dtype=torch.long, device=lm_head_device(base))
     prefill(base, one[None] * 0, one, cache)
     return cache.bytes_per_token
 
@@ -208,12 +208,12 @@ def hidden_states(
     position_ids: Tensor | None = None,
     layers: Sequence[int] = (),
 ) -> Tensor:
-    """What the output embedding would read, (B, T, D), for input_ids (B, T) long; no logits are computed.
+    """What the LM head would read, (B, T, D), for input_ids (B, T) long; no logits are computed.
 
     Runs under the caller's gradient mode. ``attention_mask`` is (B, T) or (B, 1, T, T); ``layers`` are those
-    of :func:`seen_hidden`.
+    of :func:`capture_hidden_states`.
     """
-    with seen_hidden(base, lambda hidden: hidden[:, :0], layers) as seen:
+    with capture_hidden_states(base, lambda hidden: hidden[:, :0], layers) as seen:
         base(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
     return seen.last
 
@@ -229,10 +229,10 @@ def verify(
 ) -> tuple[Tensor, Tensor]:
     """One forward pass over nodes of a tree: hidden states (B, M, D) and logits (B, M, V).
 
-    tokens (B, M) long are the nodes ``first_node`` to ``first_node + M`` of trees that hang below each
-    row's committed tokens in ``cache`` as ``topology`` says. ``select`` (B, S) long narrows the logits to
-    some of them, (B, S, V). ``layers`` are those of :func:`seen_hidden`. The cache then holds the pass's keys
-    and values, uncommitted.
+    tokens (B, M) long are the nodes ``first_node`` to ``first_node + M`` of trees that hang below each row's
+    committed tokens in ``cache`` as ``topology`` says. ``select`` (B, S) long narrows the logits to some of
+    them, (B, S, V). ``layers`` are those of :func:`capture_hidden_states`. The cache then holds the pass's
+    keys and values, uncommitted.
 
     Where the base keeps a state, each row has a pass of its own.
 
@@ -247,7 +247,7 @@ def verify(
             return hidden
         return hidden.gather(1, select.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[2]))
 
-    with seen_hidden(base, wanted, layers) as seen:
+    with capture_hidden_states(base, wanted, layers) as seen:
         output = base(**tree_inputs(base, tokens, topology, cache, first_node))
     return seen.last, output.logits
 
@@ -271,11 +271,11 @@ def _verify_chains(
     wanted = nodes if select is None else select
     found = []
     for row, states in enumerate(cache.stateful_rows):
-        read = states.announce(tokens[row : row + 1])
-        num_again = read.shape[1] - tokens.shape[1]
-        with seen_hidden(base, partial(_narrowed, to=num_again + wanted[row]), layers) as seen:
+        read = states.begin_pass(tokens[row : row + 1])
+        num_replayed = read.shape[1] - tokens.shape[1]
+        with capture_hidden_states(base, partial(_narrowed, to=num_replayed + wanted[row]), layers) as seen:
             output = base(**_chain_inputs(base, read, states))
-        found.append((seen.last[:, num_again:], output.logits))
+        found.append((seen.last[:, num_replayed:], output.logits))
     hidden, logits = zip(*found, strict=True)
     return torch.cat(hidden), torch.cat(logits)
 
@@ -320,7 +320,7 @@ def tree_inputs(
         windows = attention_windows(base)
     config = base.config.get_text_config(decoder=True)
     nodes = slice(first_node, first_node + tokens.shape[1])
-    cache.begin(tokens.shape[1], first_node)
+    cache.plan_pass(tokens.shape[1], first_node)
     if takes_seen_slots(config):
         masks = seen_slots(cache.lengths, topology, windows, nodes)
     else:
@@ -360,7 +360,7 @@ def prefill(
     hidden = logits = None
     cache.expect(tokens.shape[1])
     missing, known = lengths - cache.lengths, lengths.tolist()
-    switch = switch_length(base)
+    switch = longrope_threshold(base)
     if switch is not None and max(known) <= switch:
         cache.num_positions = switch  # nodes beyond the answer would switch the factors of those within
     elif switch is not None:
@@ -382,7 +382,7 @@ def prefill(
         logits = part_logits[:, 0] if logits is None else torch.where(has_new, part_logits[:, 0], logits)
         missing = missing - num_new
     if isinstance(cache, StatefulCache):
-        cache.take_as_plain()
+        cache.set_checkpoint()
     assert hidden is not None and logits is not None, "a token is missing at least"
     return hidden, logits
 
@@ -398,24 +398,24 @@ def _prefill_alone(
 ) -> tuple[Tensor, Tensor]:
     """As :func:`prefill`, row after row."""
     found, features, before = [], [], cache.lengths
-    for row, alone in enumerate(cache.rows_alone()):
+    for row, alone in enumerate(cache.split_rows()):
         mine, num_before = slice(row, row + 1), alone.longest
         found.append(prefill(base, tokens[mine], lengths[mine], alone, *options))
         if alone.features is not None:
             features.append(alone.features[0, num_before:])
-    cache.count()
+    cache.sync_lengths()
     if features:
         cache.keep_features(nn.utils.rnn.pad_sequence(features, batch_first=True), before, int(before.max()))
     hidden, logits = zip(*found, strict=True)
     return torch.cat(hidden), torch.cat(logits)
 
 
-class SeenHidden:
-    """What :func:`seen_hidden` has seen."""
+class CapturedHiddenStates:
+    """What :func:`capture_hidden_states` has seen."""
 
     def __init__(self, num_layers: int):
         self.parts = [torch.empty(0)] * (1 + num_layers)
-        """(B, T, D) each: what the output embedding read last, what each layer gave last."""
+        """(B, T, D) each: what the LM head read last, what each layer gave last."""
 
     @property
     def last(self) -> Tensor:
@@ -425,18 +425,18 @@ class SeenHidden:
 
 
 @contextmanager
-def seen_hidden(
+def capture_hidden_states(
     base: CausalLM,
     keep: Callable[[Tensor], Tensor] = lambda hidden: hidden,
     layers: Sequence[int] = (),
-) -> Iterator[SeenHidden]:
-    """Records what the output embedding reads, and lets only ``keep`` of it through to the logits.
+) -> Iterator[CapturedHiddenStates]:
+    """Records what the LM head reads, and lets only ``keep`` of it through to the logits.
 
     ``layers`` asks for the states after that many decoder layers too, 1 the first: each stands behind the
     last state, in this order. Only passes of the calling thread are seen and narrowed: others may run the
     same model meanwhile, each with hooks of its own or none.
     """
-    seen, owner = SeenHidden(len(layers)), threading.get_ident()
+    seen, owner = CapturedHiddenStates(len(layers)), threading.get_ident()
 
     def look(module: nn.Module, args: tuple) -> tuple | None:
         if threading.get_ident() != owner:
@@ -452,7 +452,7 @@ def seen_hidden(
         return note
 
     modules = _layers_numbered(base, layers)
-    handles = [output_embedding(base).register_forward_pre_hook(look)]
+    handles = [lm_head(base).register_forward_pre_hook(look)]
     for index, module in enumerate(modules, start=1):
         handles.append(module.register_forward_hook(look_at(index)))
     try:
@@ -464,13 +464,13 @@ def seen_hidden(
 
 @torch.no_grad()
 def logit_scale(base: CausalLM) -> float:
-    """What ``base`` multiplies the logits of its output embedding by; 1 for most.
+    """What ``base`` multiplies the logits of its LM head by; 1 for most.
 
     Found by a trial, with logits too small for a cap, to three digits: in low precision no more can be said.
     """
-    embedding = output_embedding(base)
+    embedding = lm_head(base)
     probe = torch.randn(3, hidden_size(base), generator=torch.Generator().manual_seed(0))
-    probe = probe.to(home_device(base), embedding_weight(embedding).dtype)
+    probe = probe.to(lm_head_device(base), embedding_weight(embedding).dtype)
     probe = probe * (0.1 / embedding(probe).abs().max())
     plain, own = embedding(probe).double(), logits_of_states(base, probe).double()
     scale = float((plain * own).sum() / plain.square().sum())
@@ -481,7 +481,7 @@ def logit_scale(base: CausalLM) -> float:
 
 def logits_of_states(base: CausalLM, states: Tensor) -> Tensor:
     """Logits (C, V) of states (C, D): one dummy token's forward pass with its hidden state exchanged."""
-    embedding = output_embedding(base)
+    embedding = lm_head(base)
 
     def exchange(_module: nn.Module, args: tuple) -> tuple:
         return (states.to(embedding_weight(embedding).dtype)[None], *args[1:])
@@ -513,7 +513,7 @@ def check_positions(base: CausalLM, prompt_lengths: Sequence[int], max_new_token
             "tokens and the cache of transformers keeps those of the window, so beyond it the text is not "
             "defined; shorten the prompt or max_new_tokens"
         )
-    switch = switch_length(base)
+    switch = longrope_threshold(base)
     if switch is None or reached <= switch or min(prompt_lengths) > switch:
         return
     if longest > switch:
@@ -531,7 +531,7 @@ def check_positions(base: CausalLM, prompt_lengths: Sequence[int], max_new_token
 
 def common_context(base: CausalLM) -> int | None:
     """Positions within which rows of any lengths may share a pass; None when nothing bounds them."""
-    limits = (context_length(base), unmasked_window(base), switch_length(base))
+    limits = (context_length(base), unmasked_window(base), longrope_threshold(base))
     return min((limit for limit in limits if limit is not None), default=None)
 
 

@@ -51,7 +51,9 @@ def load_base(source: str | Path, **kwargs: Any) -> CausalLM:
         ValueError: it is no causal language model, or an adapter for one, or its code is not trusted; or a
             file of its weights is damaged.
     """
-    name, kwargs = found(source, {"trust_remote_code": False, **kwargs})  # else transformers asks for it
+    name, kwargs = resolve_source(
+        source, {"trust_remote_code": False, **kwargs}
+    )  # else transformers asks for it
     _check_is_causal(name, kwargs)
     try:
         base: Any = AutoModelForCausalLM.from_pretrained(name, **kwargs)
@@ -69,18 +71,18 @@ def load_tokenizer(source: str | Path, **kwargs: Any) -> Any:
     Raises:
         FileNotFoundError: as :func:`load_base`.
     """
-    name, kwargs = found(source, {"trust_remote_code": False, **source_arguments(kwargs)})
+    name, kwargs = resolve_source(source, {"trust_remote_code": False, **source_arguments(kwargs)})
     return AutoTokenizer.from_pretrained(name, **kwargs)
 
 
 def sizes_of(source: str | Path, **kwargs: Any) -> tuple[int | None, int | None]:
-    """What the configuration at ``source`` says of the states that the output embedding reads, D, and of its
+    """What the configuration at ``source`` says of the states that the LM head reads, D, and of its
     rows, V; None where it does not say.
 
     Raises:
         FileNotFoundError: as :func:`load_base`.
     """
-    name, kwargs = found(source, {"trust_remote_code": False, **source_arguments(kwargs)})
+    name, kwargs = resolve_source(source, {"trust_remote_code": False, **source_arguments(kwargs)})
     _check_is_causal(name, kwargs)
     config = AutoConfig.from_pretrained(name, **kwargs).get_text_config(decoder=True)
     projected = getattr(config, "word_embed_proj_dim", None)
@@ -105,7 +107,7 @@ def _check_is_causal(name: str, kwargs: dict[str, Any]) -> None:
         )
 
 
-def found(source: str | Path, kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def resolve_source(source: str | Path, kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """What ``transformers`` is to load for ``source``, and with which arguments: from the cache alone where
     the hub cannot be reached.
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa.base.causal_lm import CausalLM, home_device
+from medusa.base.causal_lm import CausalLM, lm_head_device
 
 NUM_INPUTS = 2**17
 """Numbers of a trial: rounding shows in a few of them. At least :data:`MIN_ROWS` rows."""
@@ -90,9 +90,9 @@ def _tried(layer: Any, base: CausalLM) -> tuple[bool, bool]:
     than float32 though ``base`` is loaded so."""
     generator = torch.Generator().manual_seed(0)
     shape = (1, max(MIN_ROWS, NUM_INPUTS // layer.in_features), layer.in_features)
-    device = next((each.device for each in chain(layer.parameters(), layer.buffers())), home_device(base))
+    device = next((each.device for each in chain(layer.parameters(), layer.buffers())), lm_head_device(base))
     if device.type == "meta":  # accelerate brings the weights when they are asked for
-        device = home_device(base)
+        device = lm_head_device(base)
 
     def drawn() -> Tensor:
         return torch.randn(shape, generator=generator)

@@ -8,7 +8,7 @@ depends on the kind of layer. The price is that tokens are read several times, u
 without drafts always is.
 
 Many layers read several tokens by another rule than one, and the two round differently. So the states are
-remembered as they were when they were last those of plain decoding: :meth:`StatefulCache.return_to_plain`
+remembered as they were when they were last those of plain decoding: :meth:`StatefulCache.restore_checkpoint`
 goes back there, and the text since can be read once more, token by token.
 
 In a state there is no place for padding, so each row has a cache of its own, and rows are run one after the
@@ -105,7 +105,7 @@ def kind_of_layer(layer: Any) -> str:
 class StatefulRow(TreeCache):
     """What a model has read of one row: keys and values, and the states of its other layers.
 
-    ``lengths`` and ``longest`` count what the states have read. Per pass: :meth:`announce`, the model's
+    ``lengths`` and ``longest`` count what the states have read. Per pass: :meth:`begin_pass`, the model's
     forward, then :meth:`keep`. A pass that is announced after one of which nothing was kept takes its place.
     """
 
@@ -116,17 +116,17 @@ class StatefulRow(TreeCache):
         self.config = config
         self.layers = [_layer_for(theirs, self.under_way) for theirs in DynamicCache(config=config).layers]
         self.tree_layers = [layer for layer in self.layers if isinstance(layer, TreeCacheLayer)]
-        self.behind = torch.zeros(1, 0, dtype=torch.long, device=device)
+        self.replay_tokens = torch.zeros(1, 0, dtype=torch.long, device=device)
         """(1, M) long: tokens that were kept and that the states have not read."""
-        self.is_plain = True
+        self.is_exact = True
         """Whether the states are to the last bit what plain decoding would have."""
-        self._announced = self.behind  # (1, M + N) long
+        self._announced = self.replay_tokens  # (1, M + N) long
         self._before: list[dict[str, Any]] | None = None  # the states before the pass under way
-        self._plain: tuple[int, list[dict[str, Any]]] = (0, [])  # tokens read, and the states then
+        self._checkpoint: tuple[int, list[dict[str, Any]]] = (0, [])  # tokens read, and the states then
 
     @property
     def num_kept(self) -> int:
-        return self.longest + self.behind.shape[1]
+        return self.longest + self.replay_tokens.shape[1]
 
     @property
     def num_bytes(self) -> int:
@@ -138,39 +138,39 @@ class StatefulRow(TreeCache):
     def _stateful_layers(self) -> list[Any]:
         return [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
 
-    def announce(self, tokens: Tensor) -> Tensor:
+    def begin_pass(self, tokens: Tensor) -> Tensor:
         """Begin a pass over ``tokens`` (1, N) long; what it must read, (1, M + N) long."""
         self._put_back()
         self._before = [_copied(_states(layer)) for layer in self._stateful_layers]
-        if self.is_plain:
-            self._plain = self.longest, self._before
-        self._announced = torch.cat([self.behind, tokens], dim=1)
-        self.begin(self._announced.shape[1])
+        if self.is_exact:
+            self._checkpoint = self.longest, self._before
+        self._announced = torch.cat([self.replay_tokens, tokens], dim=1)
+        self.plan_pass(self._announced.shape[1])
         return self._announced
 
     def keep(self, num_kept: int) -> None:
         """Keep the first ``num_kept`` of the tokens that were announced, and forget the others."""
-        kept = self._announced[:, : self.behind.shape[1] + num_kept]
+        kept = self._announced[:, : self.replay_tokens.shape[1] + num_kept]
         if kept.shape[1] < self._announced.shape[1]:
             self._put_back()
-            self.behind = kept
+            self.replay_tokens = kept
         else:
-            self._before, self.behind = None, kept[:, :0]
-            self.is_plain &= kept.shape[1] == 1
+            self._before, self.replay_tokens = None, kept[:, :0]
+            self.is_exact &= kept.shape[1] == 1
             num_read = kept.shape[1]
             self.commit_prefix(torch.full_like(self.lengths, num_read), [num_read])
 
     @property
-    def rounds_as_plain(self) -> bool:
+    def is_exact_pass(self) -> bool:
         """Whether the pass under way computes what plain decoding would."""
-        return self.is_plain and self._announced.shape[1] == 1
+        return self.is_exact and self._announced.shape[1] == 1
 
-    def return_to_plain(self) -> None:
+    def restore_checkpoint(self) -> None:
         """Forget all that was read since the states were last those of plain decoding."""
-        self.longest, self._before = self._plain
+        self.longest, self._before = self._checkpoint
         self.lengths = torch.full_like(self.lengths, self.longest)
         self._put_back()
-        self.behind, self.is_plain = self.behind[:, :0], True
+        self.replay_tokens, self.is_exact = self.replay_tokens[:, :0], True
 
     def _put_back(self) -> None:
         if self._before is not None:
@@ -186,7 +186,7 @@ class StatefulRow(TreeCache):
         if length >= self.longest:
             for layer, source in zip(copied._stateful_layers, self._stateful_layers, strict=True):
                 vars(layer).update(_copied(_states(source)))
-            copied.behind = self.behind[:, : length - self.longest].clone()
+            copied.replay_tokens = self.replay_tokens[:, : length - self.longest].clone()
         return copied
 
     def _empty_row(self) -> StatefulRow:
@@ -202,9 +202,9 @@ class StatefulCache(TreeCache):
     def __init__(self, rows: Sequence[StatefulRow], device: torch.device | str):
         super().__init__(len(rows), 0, device)
         self.stateful_rows = list(rows)
-        self.count()
+        self.sync_lengths()
 
-    def count(self) -> None:
+    def sync_lengths(self) -> None:
         """Have ``lengths`` as the rows say."""
         self.lengths = self.lengths.new_tensor([row.num_kept for row in self.stateful_rows])
         self.longest = max((row.num_kept for row in self.stateful_rows), default=0)
@@ -224,9 +224,9 @@ class StatefulCache(TreeCache):
         return max((row.capacity for row in self.stateful_rows), default=0)
 
     @property
-    def num_behind(self) -> int:
+    def num_replay_tokens(self) -> int:
         """Tokens that the next pass reads again, of the row that has most."""
-        return max((row.behind.shape[1] for row in self.stateful_rows), default=0)
+        return max((row.replay_tokens.shape[1] for row in self.stateful_rows), default=0)
 
     def commit(
         self, path: Tensor, num_kept: Tensor, is_chain: bool = False, known: list[list[int]] | None = None
@@ -237,26 +237,26 @@ class StatefulCache(TreeCache):
     def commit_prefix(self, num_kept: Tensor, known: list[int] | None = None) -> None:
         for row, kept in zip(self.stateful_rows, num_kept.tolist() if known is None else known, strict=True):
             row.keep(kept)
-        self.count()
+        self.sync_lengths()
 
     @property
-    def rows_apart(self) -> list[int]:
-        return [index for index, row in enumerate(self.stateful_rows) if not row.rounds_as_plain]
+    def rows_needing_recheck(self) -> list[int]:
+        return [index for index, row in enumerate(self.stateful_rows) if not row.is_exact_pass]
 
-    def rows_alone(self) -> list[StatefulCache]:
-        """A cache for each row, which holds it and no copy: :meth:`count` once they have changed."""
+    def split_rows(self) -> list[StatefulCache]:
+        """A cache for each row, which holds it and no copy: :meth:`sync_lengths` once they have changed."""
         return [StatefulCache([row], self.lengths.device) for row in self.stateful_rows]
 
-    def take_as_plain(self) -> None:
+    def set_checkpoint(self) -> None:
         """Say that plain decoding begins with these states."""
         for row in self.stateful_rows:
-            row.is_plain = True
+            row.is_exact = True
 
-    def return_to_plain(self) -> None:
+    def restore_checkpoint(self) -> None:
         """Forget what was read since the states were last those of plain decoding."""
         for row in self.stateful_rows:
-            row.return_to_plain()
-        self.count()
+            row.restore_checkpoint()
+        self.sync_lengths()
 
     def uncommit_last(self) -> None:
         raise NotImplementedError("a state cannot forget its last token")
@@ -264,13 +264,13 @@ class StatefulCache(TreeCache):
     def keep_rows(self, rows: Tensor) -> None:
         super().keep_rows(rows)
         self.stateful_rows = [self.stateful_rows[row] for row in rows.tolist()]
-        self.count()
+        self.sync_lengths()
 
     def join(self, other: TreeCache, most_rows: int = 0) -> None:
         assert isinstance(other, StatefulCache), "of the same base"
         super().join(other, most_rows)
         self.stateful_rows += other.stateful_rows
-        self.count()
+        self.sync_lengths()
 
     def copy_of_row(self, row: int, length: int) -> StatefulCache:
         """As :meth:`StatefulRow.copy_of_row`: look at its ``longest``."""

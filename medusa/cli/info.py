@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 from medusa.base.architecture_check import check_decodable, is_tested
-from medusa.base.loading import found
+from medusa.base.loading import resolve_source
 from medusa.base.recurrent import keeps_state, kind_of_layer
 from medusa.cli.commands import InfoOptions
 from medusa.cli.options import command
@@ -57,7 +57,7 @@ def _base_config(name: str) -> PreTrainedConfig | None:
     if name in shipped_heads() or Path(name, PROVENANCE_FILE).exists():
         return None
     try:
-        source, arguments = found(name, {"trust_remote_code": False})
+        source, arguments = resolve_source(name, {"trust_remote_code": False})
     except FileNotFoundError:  # the message of heads that are not there says more
         return None
     try:

@@ -25,7 +25,7 @@ from medusa.cli.loading import (
 from medusa.cli.options import command, words_of
 from medusa.console import PERCENT, counted, log_console, print_list, track
 from medusa.files import Layout, check_writable_target, replaceable_files, replaced_directory
-from medusa.heads.ahead import AheadHead, Heads
+from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
 from medusa.heads.checkpoint import (
     HEADS_LAYOUT,
     HeadsCheckpoint,
@@ -241,13 +241,13 @@ def _check_report(options: CheckOptions, base: str, result: ChainCheck, serve: s
 
 def _in_words(heads: Heads) -> str:
     if isinstance(heads, Eagle3Head):
-        layers = " ".join(map(str, heads.reads_layers))
+        layers = " ".join(map(str, heads.aux_layers))
         rows = "rows of its own" if heads.config.own_lm_head else "the base's rows"
         return (
             f"an EAGLE-3 head over layers {layers} that drafts {heads.num_heads} deep and scores "
             f"{heads.num_columns:,} tokens with {rows}"
         )
-    if isinstance(heads, AheadHead):
+    if isinstance(heads, AutoregressiveHead):
         layers = counted(heads.num_layers, "layer")
         return f"{layers} for multi-token prediction, drafting {heads.num_heads} deep"
     config = heads.config

@@ -40,7 +40,7 @@ from medusa.drafters.registry import DrafterFactory, DrafterSettings, uses_model
 from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_bytes
 from medusa.heads.adapter import apply_adapter
-from medusa.heads.ahead import Heads, check_sizes_fit
+from medusa.heads.autoregressive_head import Heads, check_sizes_fit
 from medusa.heads.calibration import AnsweredTokens
 from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, load_heads, own_heads
 from medusa.interop.protocol import megabytes

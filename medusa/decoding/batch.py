@@ -29,7 +29,7 @@ from medusa.base.causal_lm import (
     CausalLM,
     cache_bytes_per_token,
     common_context,
-    home_device,
+    lm_head_device,
     new_cache,
     vocab_size,
 )
@@ -87,7 +87,7 @@ class BatchLimits:
     ) -> BatchLimits:
         """These limits, but for the memory of rows and of texts that have ended: by default half of what is
         left on the device of ``base``, and an eighth of it or :data:`PREFIX_TOKENS`."""
-        free = available_memory(home_device(base)) or UNKNOWN_MEMORY
+        free = available_memory(lm_head_device(base)) or UNKNOWN_MEMORY
         per_token = max(1, cache_bytes_per_token(base))
         slots = max(GROWTH_STEP, (free // 2 if cache_bytes is None else cache_bytes) // per_token)
         kept = min(free // 8, PREFIX_TOKENS * per_token) if prefix_bytes is None else prefix_bytes
@@ -188,8 +188,8 @@ class Batch:
         runner: what runs passes, with the states of the layers that drafters read.
         make_drafter: called with a maximum number of rows and whether rows have reference texts; returns
             (drafter, adaptive policy or None). Cached per power of two.
-        check_base: raises ValueError where base or heads are no longer those that the batch was made for.
-            Called with True for each new request, with False once a turn.
+        staleness_check: raises ValueError where base or heads are no longer those that the batch was made
+            for. Called with True for each new request, with False once a turn.
         is_streamed: whether a request alone hands out each token at once; it is checked at its end otherwise.
         static: what runs whole steps in the place of the general one, for a request alone.
         needs_features: whether drafters want the states of the whole text.
@@ -200,7 +200,7 @@ class Batch:
         self,
         runner: ModelRunner,
         make_drafter: Callable[[int, bool], tuple[Drafter, AdaptiveDrafting | None]],
-        check_base: Callable[[bool], None] = lambda is_new_request: None,
+        staleness_check: Callable[[bool], None] = lambda is_new_request: None,
         limits: BatchLimits = SINGLE_REQUEST,
         statistics: DecodingStatistics | None = None,
         static: StaticRows | None = None,
@@ -215,7 +215,7 @@ class Batch:
         self.prefixes = PrefixCache(limits.prefix_bytes)
         self.waiting: deque[Row] = deque()
         self._runner, self._static = replace(runner, keeps_features=needs_features), static
-        self._make_drafter, self._check_base = make_drafter, check_base
+        self._make_drafter, self._staleness_check = make_drafter, staleness_check
         self._max_nodes, self._is_streamed = max_nodes, is_streamed
         self._clock, self._validator = PhaseClock(self.statistics), DraftValidator(vocab_size(runner.base))
         self._prefills: list[_Prefill] = []  # each less than half as long as what the one before has left
@@ -226,7 +226,7 @@ class Batch:
         self._drafters: dict[tuple[int, bool], tuple[Drafter, AdaptiveDrafting | None]] = {}
         self._last_drafter: Drafter | None = None  # it knows the rows, but for those that joined
         self._has_joined = False
-        self._context, self._device = common_context(runner.base), home_device(runner.base)
+        self._context, self._device = common_context(runner.base), lm_head_device(runner.base)
 
     @property
     def num_rows(self) -> int:
@@ -262,7 +262,7 @@ class Batch:
             ValueError: it cannot share passes with others, or can never fit; or base or heads have changed
                 since the batch was made.
         """
-        self._check_base(True)
+        self._staleness_check(True)
         self.check(row.request)
         if self.free_capacity < 1:
             raise QueueFull(f"{len(self.waiting)} requests wait already")
@@ -330,7 +330,7 @@ class Batch:
     def _step_outputs(self) -> list[list[RowOutput]]:
         is_single_request = self.limits is SINGLE_REQUEST
         if not is_single_request:  # whose rows stay as they were
-            self._check_base(False)
+            self._staleness_check(False)
         reads = bool(self.waiting or self._prefills) and not (self._rows and self._has_read)
         self._has_read = reads
         if reads:
@@ -338,7 +338,7 @@ class Batch:
         else:
             outputs = self._decode() if self._rows else []
         if is_single_request and (self._is_streamed or not self.is_busy):
-            self._check_base(False)  # no token of other weights is handed out
+            self._staleness_check(False)  # no token of other weights is handed out
         return outputs
 
     def _prefill_chunk(self) -> list[RowOutput]:
@@ -542,7 +542,7 @@ class Batch:
             tokens_per_row += 1 + sum(kept) / len(kept)
         if adaptive is not None:
             used_fallback = not drafts and first.max_depth > 0
-            num_nodes = 1 + first.num_drafted + first.num_again
+            num_nodes = 1 + first.num_drafted + first.num_replayed
             given = tokens_per_row, seconds, num_run
             adaptive.record(*given, used_fallback=used_fallback, num_nodes=num_nodes)
 

@@ -29,7 +29,7 @@ from transformers.generation import GenerationMode
 
 from medusa.acceptance.rules import RULES
 from medusa.acceptance.sampling import NODE_PROCESSORS, row_seeds
-from medusa.base.causal_lm import CausalLM, check_positions, embedding_weight, home_device, ids_of
+from medusa.base.causal_lm import CausalLM, check_positions, embedding_weight, ids_of, lm_head_device
 from medusa.decoding.state import DecodeRequest, is_exact
 
 DROPPED_ARGUMENTS = {
@@ -65,7 +65,7 @@ def decode_request(
             something a tree cannot honour (beams, a cache of the caller's, per-step outputs).
     """
     _check_supported(generation_config, acceptance, model_inputs)
-    input_ids = _checked_ids(input_ids, base).to(home_device(base))
+    input_ids = _checked_ids(input_ids, base).to(lm_head_device(base))
     tokens, padding = _without_padding(input_ids, attention_mask)
     _check_positions(model_inputs.get("position_ids"), padding, input_ids.shape[1])
     do_sample, ends = generation_config.do_sample, _Ends.of(stopping_criteria)

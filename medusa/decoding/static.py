@@ -25,10 +25,10 @@ from medusa.acceptance.exact import Acceptance
 from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
 from medusa.base.cache import FixedTreeCache
 from medusa.base.causal_lm import (
+    CapturedHiddenStates,
     CausalLM,
-    SeenHidden,
-    home_device,
-    seen_hidden,
+    capture_hidden_states,
+    lm_head_device,
     tree_inputs,
     vocab_size,
 )
@@ -157,10 +157,12 @@ class StaticState:
         self.violations.fill_(False)
 
 
-def static_step(base: CausalLM, drafter: StaticDrafter, state: StaticState, seen: SeenHidden) -> None:
+def static_step(
+    base: CausalLM, drafter: StaticDrafter, state: StaticState, seen: CapturedHiddenStates
+) -> None:
     """Draft, verify, accept and commit once, in every row of ``state``.
 
-    ``seen`` is that of :func:`medusa.base.causal_lm.seen_hidden`, which must be open on ``base``.
+    ``seen`` is that of :func:`medusa.base.causal_lm.capture_hidden_states`, which must be open on ``base``.
     """
     context = replace(draft_context(state.rows, base), fixed_shape=True)
     draft = _checked(drafter.draft(context), context, drafter, state, vocab_size(base))
@@ -256,7 +258,7 @@ class StepRunner:
         self, base: CausalLM, drafter: StaticDrafter, rows: DecodeState, interval: int, captures: bool = False
     ):
         self.base, self.drafter, self.captures = base, drafter, captures
-        self.plain = PlainDrafter(drafter.reads_layers)
+        self.plain = PlainDrafter(drafter.aux_layers)
         self.state = StaticState.like(rows, interval)
         self._graphs: dict[tuple[bool, int], torch.cuda.CUDAGraph] = {}
         self._addresses: list[int] = []
@@ -289,7 +291,7 @@ class StepRunner:
 
     def _run(self, num_steps: int, drafts: bool) -> None:
         drafter = self.drafter if drafts else self.plain
-        with seen_hidden(self.base, layers=drafter.reads_layers) as seen:
+        with capture_hidden_states(self.base, layers=drafter.aux_layers) as seen:
             for _ in range(num_steps):
                 static_step(self.base, drafter, self.state, seen)
 
@@ -348,7 +350,7 @@ class StaticRows:
         captured: dict[Hashable, StepRunner] | None = None,
         interval: int | None = None,
     ):
-        default = HOST_SYNC_INTERVALS.get(home_device(base).type, DEFAULT_HOST_SYNC_INTERVAL)
+        default = HOST_SYNC_INTERVALS.get(lm_head_device(base).type, DEFAULT_HOST_SYNC_INTERVAL)
         self.interval = default if interval is None else interval
         self.base, self.drafter, self._captured = base, drafter, captured
         self._runner: StepRunner | None = None

@@ -30,7 +30,7 @@ from medusa.acceptance.sampling import (
     process_node_logits,
     token_logprobs,
 )
-from medusa.base.cache import MOST_BEHIND, TreeCache
+from medusa.base.cache import MAX_REPLAY_TOKENS, TreeCache
 from medusa.base.causal_lm import CausalLM, prefill, verify, vocab_size
 from medusa.base.recurrent import StatefulCache, keeps_state
 from medusa.decoding.adaptive import AdaptiveDrafting
@@ -44,7 +44,7 @@ from medusa.trees.candidate_tree import TreeTopology
 @dataclass(frozen=True)
 class ModelRunner:
     """The only place that knows what runs a pass: ``base``, which may be a view of the model that decodes, by
-    ``run``. With the states of ``layers`` (:func:`medusa.base.causal_lm.seen_hidden`)."""
+    ``run``. With the states of ``layers`` (:func:`medusa.base.causal_lm.capture_hidden_states`)."""
 
     base: CausalLM
     layers: tuple[int, ...] = ()
@@ -80,7 +80,7 @@ class StepOutput:
     """Of the tree that was verified."""
     num_drafted: int
     """Its nodes without the root."""
-    num_again: int = 0
+    num_replayed: int = 0
     """Tokens before the root that the base has read a second time, in the row that had most."""
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """Row -> one entry for each of its tokens, where its request asked for them."""
@@ -100,14 +100,14 @@ def decode_step(
 
     ``adaptive`` decides how many nodes are verified of a draft that says what they are worth.
     """
-    num_behind = state.cache.num_behind
+    num_replay_tokens = state.cache.num_replay_tokens
     context = draft_context(state, runner.base, 0.0 if adaptive is None else adaptive.min_accept_prob)
     draft = drafter.draft(context)
     validator.check(drafter, draft, context)
     if draft.path_logprob is not None:
         whole = draft.topology.num_nodes - draft.num_optional_nodes
         draft = draft.first(whole if adaptive is None else adaptive.num_nodes(draft.path_logprob, whole))
-    if num_behind >= MOST_BEHIND:  # such a pass is kept whole, and brings the states up to date
+    if num_replay_tokens >= MAX_REPLAY_TOKENS:  # such a pass is kept whole, and brings the states up to date
         draft = draft.root_only()
     clock.lap("draft")
     hidden, logits = runner.verify(draft.tokens, draft.topology, state.cache)
@@ -115,7 +115,7 @@ def decode_step(
     # To look at a device is to wait for it, so that is done once, when rows have accepted: unless accepting
     # has other effects, or reads numbers itself.
     is_on_cpu = logits.device.type == "cpu"
-    looks_first = is_on_cpu or state.lockstep_batch is not None or bool(state.cache.rows_apart)
+    looks_first = is_on_cpu or state.lockstep_batch is not None or bool(state.cache.rows_needing_recheck)
     seen, rule_state = None, state.rule_state
     if looks_first:
         is_broken = bool((hidden * 0).any())
@@ -132,14 +132,14 @@ def decode_step(
         acceptance, seen = acceptance_of(state, draft, logits, context.noise, walks), None
     while rows := _rows_near_a_tie(state, draft, logits, context.noise, acceptance):
         draft = draft.root_only()
-        num_behind = max(num_behind, _read_plainly(runner, state, rows))
+        num_replay_tokens = max(num_replay_tokens, _read_plainly(runner, state, rows))
         hidden, logits = runner.verify(draft.tokens, draft.topology, state.cache)
         acceptance = acceptance_of(state, draft, logits, context.noise, walks)
         seen = None
     seen = _seen(draft, acceptance) if seen is None else seen
     _check_numbers(state, seen.broken_rows)
     logprobs = _logprobs(state, logits, acceptance.path, seen.tokens)
-    output = _cut(state, seen, draft, logprobs, num_behind)
+    output = _cut(state, seen, draft, logprobs, num_replay_tokens)
     clock.lap("accept")
     state.commit(acceptance, hidden, draft.topology.is_chain, seen.paths)
     is_whole = output.tokens == seen.tokens
@@ -218,7 +218,7 @@ def _rows_near_a_tie(
     """
     is_plain_text = state.sampled is None and state.request.is_exact and state.lockstep_batch is None
     in_float32 = multiplies_in_float32(logits.dtype, logits.device)
-    if not is_plain_text or not in_float32 or not state.cache.rows_apart:
+    if not is_plain_text or not in_float32 or not state.cache.rows_needing_recheck:
         return []
     scores = _scores(state, draft, logits)
     largest = scores.abs().masked_fill(scores.isinf(), 0).amax(dim=2)
@@ -228,21 +228,21 @@ def _rows_near_a_tie(
     is_near = (first - second < NEAR_TIE * largest).gather(1, acceptance.path)
     steps = torch.arange(is_near.shape[1], device=is_near.device)
     is_near &= steps <= acceptance.num_accepted[:, None]
-    return [row for row in state.cache.rows_apart if is_near[row].any()]
+    return [row for row in state.cache.rows_needing_recheck if is_near[row].any()]
 
 
 def _read_plainly(runner: ModelRunner, state: DecodeState, rows: list[int]) -> int:
     """Have the base read the text of ``rows`` as plain decoding does, from where it last did so to the root;
     how many tokens that were, in the row that had most."""
     assert isinstance(state.cache, StatefulCache)
-    most, alone = 0, state.cache.rows_alone()
+    most, alone = 0, state.cache.split_rows()
     for row in rows:
-        alone[row].return_to_plain()
+        alone[row].restore_checkpoint()
         before_root = state.lengths[row : row + 1] - 1
-        if num_again := int(before_root - alone[row].lengths):
+        if num_replayed := int(before_root - alone[row].lengths):
             runner.prefill(state.tokens[row : row + 1], before_root, alone[row], chunk=1)
-            most = max(most, num_again)
-    state.cache.count()
+            most = max(most, num_replayed)
+    state.cache.sync_lengths()
     return most
 
 
@@ -453,7 +453,7 @@ def _cut(
     seen: _Seen,
     draft: Draft,
     logprobs: dict[int, list[TokenLogprobs]],
-    num_again: int = 0,
+    num_replayed: int = 0,
 ) -> StepOutput:
     """What a step gave each row, cut where the row ends."""
     ends = [state.num_until_end(row, new) for row, new in enumerate(seen.tokens)]
@@ -463,7 +463,7 @@ def _cut(
         [has_ended for _, has_ended in ends],
         draft.topology.max_depth,
         draft.topology.num_nodes - 1,
-        num_again,
+        num_replayed,
         {row: each[: ends[row][0]] for row, each in logprobs.items()},
         seen.depths,
     )

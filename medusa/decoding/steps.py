@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from medusa.base.causal_lm import CausalLM, output_embedding
+from medusa.base.causal_lm import CausalLM, lm_head
 from medusa.base.recurrent import keeps_state
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.static import StaticRows, StepRunner, static_drafter, warn_of_static_steps
@@ -41,7 +41,7 @@ from medusa.engine.compiled import CompiledPass, library_paths, missing_for_comp
 from medusa.engine.quick_heads import compile_heads, parts_of_heads
 from medusa.engine.snapshot import alteration_of
 from medusa.engine.views import packed_as
-from medusa.heads.ahead import Heads
+from medusa.heads.autoregressive_head import Heads
 from medusa.options import StepKind
 
 
@@ -58,13 +58,13 @@ class Libraries:
         with self._lock:
             began = time.perf_counter()
             if self._pass is None:
-                compile_heads(self.heads, output_embedding(self.base))
+                compile_heads(self.heads, lm_head(self.base))
                 self._pass = CompiledPass(self.base)
             return self._pass, time.perf_counter() - began
 
     def paths(self) -> list[Path]:
         """Where the libraries are, or will be."""
-        heads = parts_of_heads(self.heads, output_embedding(self.base))
+        heads = parts_of_heads(self.heads, lm_head(self.base))
         return [*library_paths(self.base), *(part.path for part in heads)]
 
 
@@ -104,10 +104,10 @@ class Steps:
             check_step(step, self.base)
             self._checked.add(step)
         if step == "general":
-            return StepPlan(ModelRunner(self.base, drafter.reads_layers), drafter)
+            return StepPlan(ModelRunner(self.base, drafter.aux_layers), drafter)
         if step == "compiled":
             compiled, seconds = self.libraries.compiled_pass()
-            runner = ModelRunner(self.base, drafter.reads_layers, compiled.verify)
+            runner = ModelRunner(self.base, drafter.aux_layers, compiled.verify)
             return StepPlan(runner, drafter, setup_seconds=seconds)
         checked = static_drafter(step, drafter, request)
         captured = self.captured if step == "captured" else None
@@ -115,7 +115,7 @@ class Steps:
             warn_of_static_steps(f"the base has got {alteration}, which a replay leaves out")
             captured = None
         rows = StaticRows(self.base, checked, captured, host_sync_interval)
-        return StepPlan(ModelRunner(self.base, drafter.reads_layers), checked, rows)
+        return StepPlan(ModelRunner(self.base, drafter.aux_layers), checked, rows)
 
     @property
     def can_compile(self) -> bool:

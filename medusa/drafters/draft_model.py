@@ -20,7 +20,7 @@ from medusa.base.causal_lm import (
     CausalLM,
     copy_sharing_parameters,
     decoder_layers,
-    home_device,
+    lm_head_device,
     new_cache,
     prefill,
     verify,
@@ -55,7 +55,7 @@ class DraftModelDrafter(LevelDrafter):
                 f"draft model must keep no recurrent state, which cannot forget its guesses, got "
                 f"{type(draft_model).__name__}; choose one whose layers are all attention"
             )
-        super().__init__(tree, home_device(draft_model))
+        super().__init__(tree, lm_head_device(draft_model))
         self.draft_model, self._vocab_size = draft_model, base_vocab_size
         self.cache: TreeCache | None = None
 
@@ -105,10 +105,10 @@ def check_same_tokens(base_tokenizer: Any, draft_tokenizer: Any) -> None:
 
 def check_draft_device(base: CausalLM, draft_model: CausalLM) -> None:
     """Raise ValueError unless the draft model ends on the device on which the base ends."""
-    home, theirs = home_device(base), home_device(draft_model)
+    home, theirs = lm_head_device(base), lm_head_device(draft_model)
     if home != theirs:
         raise ValueError(
-            f"draft model must be on {home}, as the output embedding of the base is, got one on {theirs}; "
+            f"draft model must be on {home}, as the LM head of the base is, got one on {theirs}; "
             f"move it with draft_model.to({str(home)!r})"
         )
 
@@ -130,7 +130,7 @@ class SelfDrafter(LevelDrafter):
     """
 
     def __init__(self, cheaper: CausalLM, tree: CandidateTree):
-        super().__init__(tree, home_device(cheaper))
+        super().__init__(tree, lm_head_device(cheaper))
         self.cheaper = cheaper
 
     @property

@@ -25,14 +25,14 @@ from torch import Tensor, nn
 
 from medusa.acceptance.protocol import DraftKind, independent_chains
 from medusa.base.causal_lm import CausalLM
-from medusa.drafters.ahead import AheadDrafter
+from medusa.drafters.autoregressive import AutoregressiveDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter, StatelessDrafter
 from medusa.drafters.suffix import MAX_CHILDREN, Continuations, continuations, no_trust, nothing_expected
 from medusa.engine.kernels import PackedLinear
 from medusa.engine.views import packed_as
-from medusa.heads.ahead import AheadHead
+from medusa.heads.autoregressive_head import AutoregressiveHead
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
@@ -309,9 +309,9 @@ class DynamicDrafter(LevelDrafter):
 class DynamicHeadsDrafter(DynamicDrafter, HeadsDrafter):
     """Medusa heads in dynamic trees."""
 
-    def __init__(self, heads: MedusaHeads, output_embedding: nn.Module, tree: CandidateTree):
-        self.has_kernels, self.trust = isinstance(output_embedding, PackedLinear), no_trust()
-        HeadsDrafter.__init__(self, heads, output_embedding, tree)
+    def __init__(self, heads: MedusaHeads, lm_head: nn.Module, tree: CandidateTree):
+        self.has_kernels, self.trust = isinstance(lm_head, PackedLinear), no_trust()
+        HeadsDrafter.__init__(self, heads, lm_head, tree)
 
     @property
     def static_key(self) -> Hashable:
@@ -325,12 +325,12 @@ class DynamicHeadsDrafter(DynamicDrafter, HeadsDrafter):
         return self.logits_along(context, paths.shape[2] - 1, paths.shape[1], paths)
 
 
-class DynamicAheadDrafter(DynamicDrafter, AheadDrafter):
+class DynamicAheadDrafter(DynamicDrafter, AutoregressiveDrafter):
     """A head that runs ahead, in dynamic trees: it runs on the nodes of each beam, and on no others."""
 
-    def __init__(self, head: AheadHead, base: CausalLM, tree: CandidateTree):
+    def __init__(self, head: AutoregressiveHead, base: CausalLM, tree: CandidateTree):
         self.has_kernels, self.trust = packed_as(base) is not None, no_trust()
-        AheadDrafter.__init__(self, head, base, tree)
+        AutoregressiveDrafter.__init__(self, head, base, tree)
         self._parents = self._depths_run = torch.empty(0, dtype=torch.long)
         """(B, M) long each: of the nodes run in this step, as a tree of their own."""
 
@@ -372,7 +372,7 @@ class BestPathDrafter(StatelessDrafter):
     def __init__(self, drafter: DynamicDrafter):
         self._drafter = drafter.with_tree(independent_chains(WIDTH, drafter.tree.depth))
         self.context_only, self.needs_features = drafter.context_only, drafter.needs_features
-        self.reads_layers = drafter.reads_layers
+        self.aux_layers = drafter.aux_layers
 
     @property
     def max_depth(self) -> int:

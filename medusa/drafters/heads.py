@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from medusa.base.causal_lm import CausalLM, place_of
-from medusa.base.causal_lm import output_embedding as output_embedding_of
-from medusa.drafters.ahead import AheadDrafter
+from medusa.base.causal_lm import lm_head as lm_head_of
+from medusa.drafters.autoregressive import AutoregressiveDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext
-from medusa.heads.ahead import AheadHead, Heads
+from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
 from medusa.heads.checkpoint import check_tree_fits
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import CandidateTree, RankPath
@@ -33,10 +33,10 @@ class HeadsDrafter(LevelDrafter):
     """At temperature 1, 64 nodes, 14 first turns of MT-bench: 2.21 tokens per step with 1, 2.22 with 1.25,
     2.19 with 1.5, 2.11 with 2; on all 80, 2.27 with 1.25 and 2.26 with 1.5."""
 
-    def __init__(self, heads: MedusaHeads, output_embedding: nn.Module, tree: CandidateTree):
-        self.heads, self.output_embedding = heads, output_embedding
-        self.reads_layers = heads.reads_layers
-        super().__init__(tree, place_of(output_embedding))
+    def __init__(self, heads: MedusaHeads, lm_head: nn.Module, tree: CandidateTree):
+        self.heads, self.lm_head = heads, lm_head
+        self.aux_layers = heads.aux_layers
+        super().__init__(tree, place_of(lm_head))
 
     def _shape(self, tree: CandidateTree) -> None:
         check_tree_fits(tree, self.heads)
@@ -73,7 +73,7 @@ class HeadsDrafter(LevelDrafter):
     def _ranked(self, context: DraftContext) -> Draft:
         if self.heads.config.reads_path:
             return super()._ranked(context)
-        logits = self.heads(context.hidden, self.output_embedding)  # (B, K, V'): all heads at once
+        logits = self.heads(context.hidden, self.lm_head)  # (B, K, V'): all heads at once
         tokens = [context.root[:, None]]
         for depth, children in enumerate(self.levels[1:], start=1):
             best = self.best_tokens(context, depth, logits[:, None, depth - 1])[:, 0]  # (B, W)
@@ -90,10 +90,10 @@ class HeadsDrafter(LevelDrafter):
         """Logits (B, M, V') of the head at ``head`` (from 0) after M nodes, given their paths from the root
         (B, M, head + 1) long where the heads read them."""
         if not self.heads.config.reads_path:
-            logits = self.heads.logits_of(head, context.hidden, self.output_embedding)  # (B, V')
+            logits = self.heads.logits_of(head, context.hidden, self.lm_head)  # (B, V')
             return logits[:, None].expand(-1, num_nodes, -1)
         hidden = context.hidden[:, None].expand(-1, num_nodes, -1)
-        return self.heads.logits_of(head, hidden, self.output_embedding, paths)
+        return self.heads.logits_of(head, hidden, self.lm_head, paths)
 
     @property
     def token_map(self) -> Tensor | None:
@@ -109,12 +109,14 @@ def _ancestors(tree: CandidateTree, path: RankPath) -> list[int]:
     return [tree.paths.index(path[:depth]) for depth in range(len(path) + 1)]
 
 
-def drafter_of_heads(heads: Heads, base: CausalLM, tree: CandidateTree) -> HeadsDrafter | AheadDrafter:
+def drafter_of_heads(
+    heads: Heads, base: CausalLM, tree: CandidateTree
+) -> HeadsDrafter | AutoregressiveDrafter:
     """The drafter for heads of any kind, over ``base``'s embeddings.
 
     Raises:
         ValueError: the heads cannot fill ``tree``.
     """
-    if isinstance(heads, AheadHead):
-        return AheadDrafter(heads, base, tree)
-    return HeadsDrafter(heads, output_embedding_of(base), tree)
+    if isinstance(heads, AutoregressiveHead):
+        return AutoregressiveDrafter(heads, base, tree)
+    return HeadsDrafter(heads, lm_head_of(base), tree)

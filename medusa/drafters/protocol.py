@@ -36,7 +36,7 @@ class DraftContext:
     root: Tensor
     """(B,) long: the base's own next token, not yet in its cache."""
     hidden: Tensor
-    """(B, D): the base's hidden state that chose ``root``; (B, (1 + L) * D) with L of ``reads_layers``."""
+    """(B, D): the base's hidden state that chose ``root``; (B, (1 + L) * D) with L of ``aux_layers``."""
     tokens: Tensor
     """(B, S) long: each row's tokens from column 0, root included."""
     lengths: Tensor
@@ -112,9 +112,9 @@ class Drafter(Protocol):
     """Whether the proposal after a text depends on that text alone, not on the step it was drafted in."""
     needs_features: bool
     """Whether :class:`DraftContext` must carry ``features``."""
-    reads_layers: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     """The decoder layers whose states it reads beside the last one
-    (:func:`medusa.base.causal_lm.seen_hidden`)."""
+    (:func:`medusa.base.causal_lm.capture_hidden_states`)."""
 
     @property
     def max_depth(self) -> int:
@@ -177,7 +177,7 @@ class StatelessDrafter:
 
     context_only = True
     needs_features = False
-    reads_layers: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def with_tree(self, tree: CandidateTree | None = None) -> Drafter:
         if tree is None:
@@ -195,21 +195,21 @@ class StatelessDrafter:
 
 
 class PlainDrafter(StatelessDrafter):
-    """Proposes nothing. ``reads_layers`` are those of the drafter in whose place it stands for some steps."""
+    """Proposes nothing. ``aux_layers`` are those of the drafter in whose place it stands for some steps."""
 
     max_depth = 0
     num_nodes = 1
 
-    def __init__(self, reads_layers: tuple[int, ...] = ()):
-        self.reads_layers = reads_layers
+    def __init__(self, aux_layers: tuple[int, ...] = ()):
+        self.aux_layers = aux_layers
 
     @property
     def static_key(self) -> Hashable:
         """See :class:`medusa.drafters.protocol.StaticDrafter`."""
-        return self.reads_layers
+        return self.aux_layers
 
     def with_tree(self, tree: CandidateTree | None = None) -> PlainDrafter:
-        return PlainDrafter(self.reads_layers)
+        return PlainDrafter(self.aux_layers)
 
     def tensors(self) -> list[Tensor]:
         return []

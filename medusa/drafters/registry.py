@@ -18,10 +18,10 @@ import torch
 from transformers import PreTrainedModel
 
 from medusa.acceptance.protocol import independent_chains
-from medusa.base.causal_lm import CausalLM, home_device, output_embedding, vocab_size
+from medusa.base.causal_lm import CausalLM, lm_head, lm_head_device, vocab_size
 from medusa.base.loading import load_base, load_tokenizer
 from medusa.base.recurrent import keeps_state
-from medusa.drafters.ahead import AheadDrafter
+from medusa.drafters.autoregressive import AutoregressiveDrafter
 from medusa.drafters.draft_model import (
     DraftModelDrafter,
     LowPrecisionDrafter,
@@ -37,10 +37,10 @@ from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.protocol import Drafter, PlainDrafter, not_capturable
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
-from medusa.engine import Engine, prepared_base
+from medusa.engine import Engine, apply_engine
 from medusa.engine.loading import load_for_engine
 from medusa.engine.views import missing_for_kernels
-from medusa.heads.ahead import AheadHead, Heads, check_heads_fit
+from medusa.heads.autoregressive_head import AutoregressiveHead, Heads, check_heads_fit
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa.heads.eagle3 import Eagle3Head
 from medusa.heads.fingerprint import warn_of_another_base
@@ -138,16 +138,16 @@ def _heads(host: DraftHost, settings: DrafterSettings, is_dynamic: bool = False)
     chain = CandidateTree.chain(min(settings.draft_length or heads.num_heads, heads.num_heads))
     if not is_dynamic:
         return drafter_of_heads(heads, runner, chain)
-    if isinstance(heads, AheadHead):
+    if isinstance(heads, AutoregressiveHead):
         return DynamicAheadDrafter(heads, runner, chain)
-    return DynamicHeadsDrafter(heads, output_embedding(runner), chain)
+    return DynamicHeadsDrafter(heads, lm_head(runner), chain)
 
 
 def _missing_heads(host: DraftHost, settings: DrafterSettings) -> str | None:
     return "heads, and the model was loaded without; give heads= (--heads)" if host.heads is None else None
 
 
-def _eagle3(host: DraftHost, settings: DrafterSettings) -> AheadDrafter:
+def _eagle3(host: DraftHost, settings: DrafterSettings) -> AutoregressiveDrafter:
     """With the EAGLE-3 head of ``settings.eagle3``, in the tree that its directory holds."""
     assert settings.eagle3 is not None, "refused before"
     given = settings.eagle3
@@ -160,21 +160,23 @@ def _eagle3(host: DraftHost, settings: DrafterSettings) -> AheadDrafter:
         )
     check_heads_fit(head, base)
     warn_of_another_base(checkpoint.fingerprint, host.base, checkpoint.base_model)
-    head.to(home_device(base)).eval()
+    head.to(lm_head_device(base)).eval()
     tree = checkpoint.tree
     if tree is None or not tree.depth:
         tree = settings.tree(head.num_heads)
-    return AheadDrafter(head, base, tree)
+    return AutoregressiveDrafter(head, base, tree)
 
 
 def _missing_eagle3(host: DraftHost, settings: DrafterSettings) -> str | None:
     return None if settings.eagle3 is not None else f"an EAGLE-3 head; {_given_to('eagle3')}"
 
 
-def _mtp(host: DraftHost, settings: DrafterSettings) -> AheadDrafter:
+def _mtp(host: DraftHost, settings: DrafterSettings) -> AutoregressiveDrafter:
     """With the layers that come with the base, as deep as they are many unless ``settings`` say otherwise."""
     head = own_head(host.base, settings.draft_length)
-    return AheadDrafter(head.to(home_device(host.base)).eval(), host.runner, settings.tree(head.num_heads))
+    return AutoregressiveDrafter(
+        head.to(lm_head_device(host.base)).eval(), host.runner, settings.tree(head.num_heads)
+    )
 
 
 def _draft_model(host: DraftHost, settings: DrafterSettings) -> DraftModelDrafter:
@@ -192,11 +194,11 @@ def _draft_model(host: DraftHost, settings: DrafterSettings) -> DraftModelDrafte
 
 def _loaded_beside(host: DraftHost, source: str | Path) -> CausalLM:
     """The model at ``source`` as the base of ``host`` runs: its engine, its precision, its device."""
-    home = home_device(host.base)
+    home = lm_head_device(host.base)
     if home.type == "cpu" and host.base.dtype == torch.float32:
-        return prepared_base(load_for_engine(source, host.engine), host.engine)
+        return apply_engine(load_for_engine(source, host.engine), host.engine)
     loaded: Any = load_base(source, dtype=host.base.dtype)
-    return prepared_base(loaded.to(home), host.engine)
+    return apply_engine(loaded.to(home), host.engine)
 
 
 def _missing_draft_model(host: DraftHost, settings: DrafterSettings) -> str | None:

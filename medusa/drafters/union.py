@@ -25,7 +25,7 @@ class UnionDrafter(StatelessDrafter):
             raise ValueError(f"a union takes at least two drafters, got {len(drafters)}")
         self.drafters = list(drafters)
         self.needs_features = any(drafter.needs_features for drafter in drafters)
-        self.reads_layers = tuple(sorted({layer for each in drafters for layer in each.reads_layers}))
+        self.aux_layers = tuple(sorted({layer for each in drafters for layer in each.aux_layers}))
 
     def with_tree(self, tree: CandidateTree | None = None) -> UnionDrafter:
         """Each part in ``tree``."""
@@ -67,12 +67,12 @@ class UnionDrafter(StatelessDrafter):
 
     def _as_read_by(self, drafter: Drafter, context: DraftContext) -> DraftContext:
         """The context with the layers that ``drafter`` reads, and no others."""
-        if drafter.reads_layers == self.reads_layers:
+        if drafter.aux_layers == self.aux_layers:
             return context
         features = context.features
         if features is not None:
-            features = layers_of(features, self.reads_layers, drafter.reads_layers)
-        hidden = layers_of(context.hidden, self.reads_layers, drafter.reads_layers)
+            features = layers_of(features, self.aux_layers, drafter.aux_layers)
+        hidden = layers_of(context.hidden, self.aux_layers, drafter.aux_layers)
         return replace(context, hidden=hidden, features=features)
 
 

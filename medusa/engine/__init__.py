@@ -53,7 +53,7 @@ QUANTISED = ("int8",)
 """Engines that quantise, and so change the text."""
 
 
-def prepared_base(base: CausalLM, engine: Engine) -> CausalLM:
+def apply_engine(base: CausalLM, engine: Engine) -> CausalLM:
     """The model to decode with: ``base`` itself, or a view of it that shares its parameters.
 
     Raises:

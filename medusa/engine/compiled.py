@@ -1,7 +1,7 @@
 """Passes of a view as compiled programs; their libraries are kept on disk.
 
 A pass is what comes before the decoder layers (embedding, rotary angles), the layers, and what comes after
-them (norm, output embedding). The layers are run in groups, most often of one kind, which differ in their
+them (norm, LM head). The layers are run in groups, most often of one kind, which differ in their
 weights alone. Each kind is exported once, with its weights, keys and values as arguments and with dynamic
 rows, nodes and slots, and compiled in some twenty seconds (:mod:`medusa.engine.programs`), as are the two
 ends in ten. The libraries serve every model of that configuration. Products and attention are calls of the
@@ -33,12 +33,12 @@ from medusa.base.attention import attention_windows, takes_seen_slots
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import (
     CausalLM,
+    capture_hidden_states,
     copy_sharing_parameters,
     decoder_layers,
     new_cache,
     prefill,
     rope_types,
-    seen_hidden,
     tree_inputs,
     verify,
     vocab_size,
@@ -440,7 +440,7 @@ def _place(among: Sequence[Tensor], wanted: Tensor) -> int:
 
 
 class _After(_Ends):
-    """What follows the layers: (hidden (B, M, D), select (B, S) long, inputs) -> (what the output embedding
+    """What follows the layers: (hidden (B, M, D), select (B, S) long, inputs) -> (what the LM head
     reads (B, M, D), logits (B, S, V))."""
 
     def forward(self, hidden: Tensor, select: Tensor, *given: Tensor) -> list[Tensor]:
@@ -448,7 +448,7 @@ class _After(_Ends):
             return states.gather(1, select[..., None].expand(-1, -1, states.shape[2]))
 
         self._stubs[-1].result = hidden
-        with seen_hidden(self.base, wanted) as seen:
+        with capture_hidden_states(self.base, wanted) as seen:
             logits = self.run(given)
         return [seen.last, logits]
 

@@ -33,8 +33,8 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.attention import is_code_of_transformers
-from medusa.base.causal_lm import CausalLM, embedding_rows, output_embedding
-from medusa.base.loading import found, load_base, source_arguments
+from medusa.base.causal_lm import CausalLM, embedding_rows, lm_head
+from medusa.base.loading import load_base, resolve_source, source_arguments
 from medusa.engine.kernels import missing_kernels
 from medusa.engine.views import with_kernels
 from medusa.hardware import available_memory
@@ -60,7 +60,7 @@ def load_for_engine(source: str | Path, engine: Engine, **kwargs: Any) -> Causal
         ValueError: so too, and as :func:`medusa.base.architecture_check.check_decodable`.
         MemoryError: there is too little memory for it; the message says what would fit.
     """
-    name, arguments = found(source, {"trust_remote_code": False, **kwargs})
+    name, arguments = resolve_source(source, {"trust_remote_code": False, **kwargs})
     sizes = FileSizes.of(name, arguments)
     if sizes is not None:
         sizes.check_memory(str(source), engine)
@@ -81,7 +81,7 @@ def load_for_engine(source: str | Path, engine: Engine, **kwargs: Any) -> Causal
 def packed_in_place(base: CausalLM, int8: bool = False) -> CausalLM:
     """``base``, which computes with the kernels from here on and has let its own weights go."""
     embeddings = _narrow_embeddings(base)
-    rows = embedding_rows(output_embedding(base))
+    rows = embedding_rows(lm_head(base))
     kept = {id(module.weight) for module in base.modules() if type(module) in (nn.Linear, Conv1D)}
     _widen(base, kept | {id(module.weight) for module in embeddings})
     for module in list(base.modules()):
@@ -89,7 +89,7 @@ def packed_in_place(base: CausalLM, int8: bool = False) -> CausalLM:
             if child in embeddings:
                 setattr(module, name, NarrowEmbedding(child))
     base = with_kernels(base, int8, release=_released())
-    output = output_embedding(base)
+    output = lm_head(base)
     output.register_buffer("rows", rows, persistent=False)
     if next(base.parameters(), None) is None:  # transformers asks one for type and device
         del output.weight

@@ -21,26 +21,24 @@ from torch import Tensor, nn
 from medusa.base.causal_lm import copy_sharing_parameters, embedding_rows, embedding_weight
 from medusa.engine.kernels import PackedLinear, Product
 from medusa.engine.programs import Part, Program
+from medusa.heads.draft_vocab import DraftVocab, GatheredRows
 from medusa.heads.medusa_heads import MedusaHeads
-from medusa.heads.token_map import GatheredRows, TokenMapped
 
-AnyHeads = TypeVar("AnyHeads", bound=TokenMapped)
+AnyHeads = TypeVar("AnyHeads", bound=DraftVocab)
 
 
-def quick_heads(heads: AnyHeads, output_embedding: nn.Module) -> AnyHeads:
-    """Heads to draft with, as quick as ``output_embedding`` lets them be; ``heads`` where there is nothing to
+def quick_heads(heads: AnyHeads, lm_head: nn.Module) -> AnyHeads:
+    """Heads to draft with, as quick as ``lm_head`` lets them be; ``heads`` where there is nothing to
     gain.
 
-    They share the parameters of ``heads`` and hold what these and the output embedding are now: make them
+    They share the parameters of ``heads`` and hold what these and the LM head are now: make them
     anew when a weight has changed.
     """
-    weight = embedding_weight(output_embedding)
+    weight = embedding_weight(lm_head)
     if weight.device.type == "cuda" and weight.dtype in (torch.bfloat16, torch.float16):
         heads = _in_type(heads, weight.dtype)
     scored = heads.token_map if heads.scores_base_rows else None
-    has_kernels = (
-        isinstance(output_embedding, PackedLinear) and next(heads.parameters()).dtype == torch.float32
-    )
+    has_kernels = isinstance(lm_head, PackedLinear) and next(heads.parameters()).dtype == torch.float32
     if not has_kernels and scored is None:
         return heads
     quick = copy_sharing_parameters(heads)
@@ -55,7 +53,7 @@ def quick_heads(heads: AnyHeads, output_embedding: nn.Module) -> AnyHeads:
                 Product([weight.detach()], None, int8=True) for weight in getattr(heads, "paths", ())
             )
     if scored is not None:
-        gathered = GatheredRows(output_embedding, scored)
+        gathered = GatheredRows(lm_head, scored)
         quick.scorer = Product([gathered.rows], gathered.bias, int8=True) if has_kernels else gathered
     return quick
 
@@ -84,23 +82,21 @@ class QuickHeads(MedusaHeads):
             return super().fuse(hidden)
         return self.fusing([hidden.contiguous()])[0]
 
-    def logits_of(
-        self, index: int, hidden: Tensor, output_embedding: nn.Module, path: Tensor | None = None
-    ) -> Tensor:
+    def logits_of(self, index: int, hidden: Tensor, lm_head: nn.Module, path: Tensor | None = None) -> Tensor:
         if self.programs is None or path is None:
-            return super().logits_of(index, hidden, output_embedding, path)
-        given = hidden, path, embedding_rows(output_embedding)
+            return super().logits_of(index, hidden, lm_head, path)
+        given = hidden, path, embedding_rows(lm_head)
         return self.programs[index]([each.contiguous() for each in given])[0]
 
     def _read_path(self, index: int, rows: Tensor) -> Tensor:
         return self.path_products[index](rows)
 
 
-def parts_of_heads(heads: Any, output_embedding: nn.Module) -> list[Part]:
+def parts_of_heads(heads: Any, lm_head: nn.Module) -> list[Part]:
     """What :func:`compile_heads` compiles: a head, and how layers are fused; nothing where it gains none."""
     if not isinstance(heads, QuickHeads) or not heads.config.reads_path or heads.num_heads < 3:
         return []
-    config, tokens = heads.config, embedding_rows(output_embedding)
+    config, tokens = heads.config, embedding_rows(lm_head)
     settings = (config,)
     trials = [
         (
@@ -110,7 +106,7 @@ def parts_of_heads(heads: Any, output_embedding: nn.Module) -> list[Part]:
         )
         for rows, nodes, depth in ((4, 7, 2), (5, 6, 3))
     ]
-    one, other = (_OneHead(heads, index, output_embedding) for index in (1, 2))
+    one, other = (_OneHead(heads, index, lm_head) for index in (1, 2))
     parts = [Part("heads", one, trials, settings, other)]
     if config.fused_layers:
         states = [
@@ -120,13 +116,13 @@ def parts_of_heads(heads: Any, output_embedding: nn.Module) -> list[Part]:
     return parts
 
 
-def compile_heads(heads: Any, output_embedding: nn.Module) -> None:
+def compile_heads(heads: Any, lm_head: nn.Module) -> None:
     """Have programs compute ``heads``, where :func:`parts_of_heads` has some."""
-    parts = parts_of_heads(heads, output_embedding)
+    parts = parts_of_heads(heads, lm_head)
     if parts and heads.programs is None:
         for number, part in enumerate(parts, start=1):
             part.compile(f" ({number} of {len(parts)})")
-        modules = [_OneHead(heads, index, output_embedding) for index in range(heads.num_heads)]
+        modules = [_OneHead(heads, index, lm_head) for index in range(heads.num_heads)]
         heads.programs = [Program(module, parts[0]) for module in modules]
         heads.fusing = Program(_Fused(heads), parts[1]) if parts[1:] else None
 
@@ -142,10 +138,10 @@ def _with_parts(
 
 
 class _OneHead(nn.Module):
-    """A head as a function of (hidden (B, M, D), path (B, M, d) long, rows of the output embedding (V, D)):
+    """A head as a function of (hidden (B, M, D), path (B, M, d) long, rows of the LM head (V, D)):
     logits (B, M, V')."""
 
-    def __init__(self, heads: QuickHeads, index: int, output_embedding: nn.Module):
+    def __init__(self, heads: QuickHeads, index: int, lm_head: nn.Module):
         super().__init__()
         parts: dict[str, nn.Module | None] = {
             "blocks": nn.ModuleList([heads.blocks[index]]),
@@ -154,9 +150,9 @@ class _OneHead(nn.Module):
         if isinstance(heads.scorer, nn.Module):
             parts["scorer"] = heads.scorer
         else:
-            self.embedding = output_embedding
+            self.embedding = lm_head
         self.heads = _with_parts(heads, parts, {"token_map": heads.token_map})
-        self._embed = output_embedding.forward
+        self._embed = lm_head.forward
 
     def forward(self, hidden: Tensor, path: Tensor, rows: Tensor) -> list[Tensor]:
         return [self.heads.logits_of(0, hidden, cast(nn.Module, _Rows(self._embed, rows)), path)]
@@ -179,7 +175,7 @@ class _Fused(nn.Module):
 
 @dataclass
 class _Rows:
-    """An output embedding whose rows are an input, so that no library holds a copy of them."""
+    """An LM head whose rows are an input, so that no library holds a copy of them."""
 
     forward: Callable[[Tensor], Tensor]
     weight: Tensor

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from medusa.base.causal_lm import hidden_states, home_device, layers_of, output_embedding, switch_length
+from medusa.base.causal_lm import hidden_states, layers_of, lm_head, lm_head_device, longrope_threshold
 from medusa.base.recurrent import keeps_state
-from medusa.heads.ahead import AheadHead, Heads, drafted_states
+from medusa.heads.autoregressive_head import AutoregressiveHead, Heads, unroll
 from medusa.trees.rank_counts import MISS, UNKNOWN, RankCounts
 
 LOGITS_PER_CHUNK = 2**25
@@ -68,21 +68,21 @@ def calibrate_each(
         ValueError: no row has a labelled token after its first.
     """
     ordered = sorted(enumerate(rows), key=lambda item: len(item[1].token_ids))
-    layers = sorted({layer for heads in sets for layer in heads.reads_layers})
+    layers = sorted({layer for heads in sets for layer in heads.aux_layers})
     answers: list[list[list[Tensor]]] = [[[] for _ in ordered] for _ in sets]
-    switch = switch_length(base) or 0  # past it LongRoPE reads a whole batch otherwise
+    switch = longrope_threshold(base) or 0  # past it LongRoPE reads a whole batch otherwise
     short = bisect_right(ordered, switch, key=lambda item: len(item[1].token_ids))
     starts = [*range(0, short, batch_size), *range(short, len(ordered), batch_size)]
     for start, end in pairwise([*starts, len(ordered)]):
         indices, batch = zip(*ordered[start:end], strict=True)
         ids = pad_sequence([torch.tensor(row.token_ids) for row in batch], batch_first=True)
         if states is None:  # padding stands on the right, where no token of a row sees it
-            read = hidden_states(base, ids.to(home_device(base)), layers=layers)
+            read = hidden_states(base, ids.to(lm_head_device(base)), layers=layers)
         else:
             read = pad_sequence([states[index] for index in indices], batch_first=True)
-            read = read.to(home_device(base), base.dtype)
+            read = read.to(lm_head_device(base), base.dtype)
         for heads, found in zip(sets, answers, strict=True):
-            theirs = layers_of(read, layers, heads.reads_layers)
+            theirs = layers_of(read, layers, heads.aux_layers)
             ranks = _batch_ranks(base, heads, batch, ids, theirs, max_rank)
             for index, of_row in zip(indices, ranks, strict=True):
                 found[index] = of_row
@@ -104,8 +104,8 @@ def _batch_ranks(
     max_rank: int,
 ) -> Iterator[list[Tensor]]:
     """For each row, the ranks (P, K) of its answers, given its tokens and states."""
-    if isinstance(heads, AheadHead):
-        states = _drafted_states(base, heads, ids.to(home_device(base)), states)  # (B, T, K, D)
+    if isinstance(heads, AutoregressiveHead):
+        states = _unrolled(base, heads, ids.to(lm_head_device(base)), states)  # (B, T, K, D)
     else:
         states = heads.fuse(states)  # (B, T, D)
     for i, row in enumerate(rows):
@@ -118,12 +118,12 @@ def _batch_ranks(
         yield answers
 
 
-def _drafted_states(base: PreTrainedModel, head: AheadHead, ids: Tensor, hidden: Tensor) -> Tensor:
+def _unrolled(base: PreTrainedModel, head: AutoregressiveHead, ids: Tensor, hidden: Tensor) -> Tensor:
     """The states (B, T, K, D) from which a head that runs ahead guesses each depth, at the position before
     the root; ids (B, T) long, hidden (B, T, (1 + L) * D)."""
     following = base.get_input_embeddings()(ids.roll(-1, dims=1)).to(hidden.device)
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    by_last_entry = drafted_states(head, hidden, following, positions)
+    by_last_entry = unroll(head, hidden, following, positions)
     # A draft of d entries from position t ends at entry t + d - 1; what wraps around lies past every answer.
     return torch.stack([each.roll(-depth, dims=1) for depth, each in enumerate(by_last_entry)], dim=2)
 
@@ -142,12 +142,12 @@ def _true_ranks(
 ) -> Tensor:
     """Ranks (P, K) int16 of truth (P, K) long, given the states (P, D) and path (P, K) long that Medusa heads
     read, or the states (P, K, D) that a head that runs ahead drafted."""
-    unembedding = output_embedding(base)
+    unembedding = lm_head(base)
     chunk = max(1, LOGITS_PER_CHUNK // (heads.num_heads * heads.config.vocab_size))
     ranks = []
     parts = (each.split(chunk) for each in (states, path.to(states.device), truth))
     for part, behind, tokens in zip(*parts, strict=True):
-        if isinstance(heads, AheadHead):
+        if isinstance(heads, AutoregressiveHead):
             logits = heads.unembedded(part, unembedding)  # (chunk, K, V')
         else:
             logits = heads(part, unembedding, behind)

@@ -31,13 +31,13 @@ from torch import Tensor
 from medusa.base.causal_lm import CausalLM
 from medusa.files import Layout, digest_of, has_keys, read_json, replaced_directory, write_json
 from medusa.heads.adapter import Adapter, apply_adapter, check_carries
-from medusa.heads.ahead import Heads, check_heads_fit
+from medusa.heads.autoregressive_head import Heads, check_heads_fit
+from medusa.heads.draft_vocab import checked_token_map
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.heads.fingerprint import BaseFingerprint, warn_of_another_base
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.heads.mtp import MtpConfig, MtpHead, own_head
 from medusa.heads.tensor_files import check_finite, check_tensors, read_tensors
-from medusa.heads.token_map import checked_token_map
 from medusa.hub import hub_directory
 from medusa.places import DEFAULT_HEADS, heads_for, shipped_heads
 from medusa.trees.candidate_tree import CandidateTree

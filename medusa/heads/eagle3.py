@@ -1,8 +1,8 @@
 """The EAGLE-3 drafting head (arXiv 2503.01840), in exactly the form that serving engines load.
 
 Where Medusa heads guess every depth from one hidden state, this head is one transformer layer that runs ahead
-on its own states (:mod:`medusa.heads.ahead`). Where the base has read a token, its feature is made of the
-base's states after three of its layers. This module knows nothing of trees or files.
+on its own states (:mod:`medusa.heads.autoregressive_head`). Where the base has read a token, its feature is
+made of the base's states after three of its layers. This module knows nothing of trees or files.
 
 Shapes: D hidden, V vocabulary, V' scored tokens, L fused layers, E entries.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
-from medusa.heads.ahead import AheadHead, Drafted
+from medusa.heads.autoregressive_head import AutoregressiveHead, Drafted
 from medusa.heads.causal_layer import MAX_SIZE, CausalLayer, LayerConfig, checked_layers
 from medusa.heads.medusa_heads import MAX_DEPTH
 from medusa.options import check_counts
@@ -32,7 +32,7 @@ class Eagle3Config(LayerConfig):
     rule, and what stands around it."""
 
     vocab_size: int
-    """V of the base model's output embedding."""
+    """V of the base model's LM head."""
     fused_layers: tuple[int, ...]
     """The base's states after that many of its decoder layers are read, 1 the first."""
     max_depth: int = 5
@@ -104,7 +104,7 @@ def default_layers(base: CausalLM) -> tuple[int, int, int]:
     return 2, count // 2, count - 3
 
 
-class Eagle3Head(AheadHead):
+class Eagle3Head(AutoregressiveHead):
     """Runs ahead of the base on features of its own. The base's embeddings are passed in, never part of it.
 
     Parameters are named as in the checkpoints of other projects (:mod:`medusa.interop.eagle3`).
@@ -158,8 +158,8 @@ class Eagle3Head(AheadHead):
         states = self.norm(output)
         return Drafted(states, states if self.config.norm_output else output)
 
-    def unembedded(self, features: Tensor, output_embedding: nn.Module) -> Tensor:
+    def unembedded(self, features: Tensor, lm_head: nn.Module) -> Tensor:
         """States (..., D) as scored by the head's own rows, or else by the base's: logits (..., V')."""
         if self.config.own_lm_head:
             return self.lm_head(features)
-        return super().unembedded(features, output_embedding)
+        return super().unembedded(features, lm_head)

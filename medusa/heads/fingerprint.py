@@ -1,7 +1,7 @@
 """What tells a base model from others of its sizes, recorded with the heads that were trained on it.
 
 A file name says little: the same name may hold a base or its fine-tuned child, and heads of the one guess
-badly for the other. So a few weights of the output embedding are kept, and what the configuration says of the
+badly for the other. So a few weights of the LM head are kept, and what the configuration says of the
 architecture. Weights are compared up to what casts round away, so every copy of a checkpoint passes.
 """
 
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa.base.causal_lm import CausalLM, embedding_rows, output_embedding
+from medusa.base.causal_lm import CausalLM, embedding_rows, lm_head
 from medusa.options import differences
 
 SAMPLE_ROWS, SAMPLE_COLUMNS = 16, 4
-"""Of the output embedding: rows spread over the vocabulary, and the first columns of each."""
+"""Of the LM head: rows spread over the vocabulary, and the first columns of each."""
 TOLERANCE = 0.01
 """Relative distance of two samples. bfloat16 rounds by 0.2 %, 8-bit blocks of a GGUF file by 0.5 %; another
-model is 140 % away, and a fine-tuned one as far as its output embedding has moved."""
+model is 140 % away, and a fine-tuned one as far as its LM head has moved."""
 CONFIGURATION_KEYS = (
     "model_type",
     "num_hidden_layers",
@@ -40,7 +40,7 @@ class BaseFingerprint:
     """What tells a base model from others of its sizes."""
 
     sample: tuple[float, ...] | None
-    """Some weights of the output embedding; None where it was quantised, offloaded or sharded."""
+    """Some weights of the LM head; None where it was quantised, offloaded or sharded."""
     configuration: Mapping[str, Any] = field(default_factory=dict)
     """What its configuration says of :data:`CONFIGURATION_KEYS`, in plain JSON values."""
 
@@ -50,7 +50,7 @@ class BaseFingerprint:
         config = base.config.get_text_config(decoder=True)
         said = {key: getattr(config, key, None) for key in CONFIGURATION_KEYS}
         known = {key: value for key, value in said.items() if isinstance(value, (int, str))}
-        return cls(_sample(embedding_rows(output_embedding(base))), known)
+        return cls(_sample(embedding_rows(lm_head(base))), known)
 
     def as_json(self) -> dict[str, Any]:
         """What :meth:`from_json` reads."""
@@ -87,7 +87,7 @@ class BaseFingerprint:
         distance = math.dist(self.sample, ours.sample) / max(math.hypot(*self.sample), 1e-12)
         if distance <= TOLERANCE:
             return None
-        return f"its output embedding is {distance:.1%} away from theirs"
+        return f"its LM head is {distance:.1%} away from theirs"
 
 
 def relative_distance(theirs: Tensor, ours: Tensor) -> float:

@@ -1,6 +1,6 @@
 """The Medusa heads: last hidden state in, one row of logits per depth out.
 
-Head d (d = 1 .. K) reads the hidden state that the base model's own output embedding reads at
+Head d (d = 1 .. K) reads the hidden state that the base model's own LM head reads at
 position t and scores the token at t + d + 1. A head is residual blocks followed by an
 unembedding. A head may also read the path it continues, the d tokens t + 1 .. t + d; heads that do are
 sequentially dependent (Hydra, arXiv 2402.05109). It may read the states of earlier layers beside the last
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from medusa.base.causal_lm import embedding_rows
 from medusa.heads.causal_layer import MAX_LAYERS, MAX_SIZE, checked_layers
-from medusa.heads.token_map import TokenMapped
+from medusa.heads.draft_vocab import DraftVocab
 from medusa.options import check_counts
 
 MAX_DEPTH = 256
@@ -39,13 +39,13 @@ class HeadsConfig:
     hidden_size: int
     """D of the base model."""
     vocab_size: int
-    """V of the base model's output embedding."""
+    """V of the base model's LM head."""
     num_heads: int = 4
     """K: how many tokens beyond the next one are guessed."""
     num_layers: int = 1
     """Residual blocks per head."""
     unembedding: Unembedding = "shared"
-    """shared: the base's own output embedding. full: a (V, D) copy per head. token_map: the base's rows for
+    """shared: the base's own LM head. full: a (V, D) copy per head. token_map: the base's rows for
     the tokens in the map only."""
     token_map_size: int | None = None
     """V' of token_map."""
@@ -54,7 +54,7 @@ class HeadsConfig:
     fused_layers: tuple[int, ...] = ()
     """The heads also read the base's states after that many of its decoder layers, 1 the first."""
     logit_scale: float = 1.0
-    """What the base multiplies its logits by after its output embedding (Granite, Cohere); theirs too."""
+    """What the base multiplies its logits by after its LM head (Granite, Cohere); theirs too."""
 
     def __post_init__(self) -> None:
         check_counts(self, MAX_SIZE, "hidden_size", "vocab_size")
@@ -91,10 +91,10 @@ class _ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class MedusaHeads(TokenMapped):
-    """K heads over a frozen base model's output embedding.
+class MedusaHeads(DraftVocab):
+    """K heads over a frozen base model's LM head.
 
-    The base's output embedding is never a part of this module: callers pass it to :meth:`forward`,
+    The base's LM head is never a part of this module: callers pass it to :meth:`forward`,
     so it is neither trained nor saved nor copied. Heads that read their path see its tokens as rows of it.
     """
 
@@ -131,7 +131,7 @@ class MedusaHeads(TokenMapped):
         return self.config.num_heads
 
     @property
-    def reads_layers(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """The base's decoder layers whose states :meth:`fuse` takes beside the last one."""
         return self.config.fused_layers
 
@@ -139,12 +139,12 @@ class MedusaHeads(TokenMapped):
     def scores_base_rows(self) -> bool:
         return self.config.unembedding != "full"
 
-    def initialise_from(self, output_embedding: nn.Module) -> None:
+    def initialise_from(self, lm_head: nn.Module) -> None:
         """Start ``full`` heads from the base's unembedding (V, D), each as the base's own LM head."""
         if self.config.unembedding == "full":
             with torch.no_grad():
                 for rows in self.unembed:
-                    rows.copy_(embedding_rows(output_embedding))
+                    rows.copy_(embedding_rows(lm_head))
 
     @torch.no_grad()
     def set_layer_scale(self, hidden: Tensor) -> None:
@@ -165,41 +165,39 @@ class MedusaHeads(TokenMapped):
         below = F.rms_norm(below.unflatten(-1, (-1, size)), (size,)).flatten(-2)
         return last + self.fusion(below)
 
-    def forward(self, hidden: Tensor, output_embedding: nn.Module, path: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, lm_head: nn.Module, path: Tensor | None = None) -> Tensor:
         """Logits of every head: hidden (..., D), :meth:`fuse`'d -> (..., K, V').
 
         Column j stands for token ``token_map[j]`` when there is a map, for token j otherwise.
         ``path`` (..., K) long, the K tokens after the hidden state's own, is for heads that read it.
         Logits are multiplied by ``logit_scale``, so that they are of the base's own size. Soft-capping that
-        an architecture adds after its output embedding is left out: it does not change the order of guesses.
+        an architecture adds after its LM head is left out: it does not change the order of guesses.
         """
-        rows = self._rows_of_path(path, output_embedding)
+        rows = self._rows_of_path(path, lm_head)
         seen = [None if rows is None else rows[..., : k + 1, :] for k in range(self.num_heads)]
         features = [self._features_of(k, hidden, each) for k, each in enumerate(seen)]
         if self.config.unembedding == "full":
             per_head = [F.linear(*each) for each in zip(features, self.unembed, strict=True)]
             return self._scaled(torch.stack(per_head, dim=-2))
-        return self._scaled(self.unembedded(torch.stack(features, dim=-2), output_embedding))
+        return self._scaled(self.unembedded(torch.stack(features, dim=-2), lm_head))
 
-    def logits_of(
-        self, index: int, hidden: Tensor, output_embedding: nn.Module, path: Tensor | None = None
-    ) -> Tensor:
+    def logits_of(self, index: int, hidden: Tensor, lm_head: nn.Module, path: Tensor | None = None) -> Tensor:
         """Logits of the head at ``index`` (from 0) alone: hidden (..., D), :meth:`fuse`'d -> (..., V').
 
         ``path`` (..., index + 1) long are the tokens after the hidden state's own, for heads that read them.
         Reads the parameters of that head and of no other, so training can go head by head and never
         hold the logits of all.
         """
-        features = self._features_of(index, hidden, self._rows_of_path(path, output_embedding))
+        features = self._features_of(index, hidden, self._rows_of_path(path, lm_head))
         if self.config.unembedding == "full":
             return self._scaled(F.linear(features, self.unembed[index]))
-        return self._scaled(self.unembedded(features, output_embedding))
+        return self._scaled(self.unembedded(features, lm_head))
 
     def _scaled(self, logits: Tensor) -> Tensor:
         return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
 
-    def _rows_of_path(self, path: Tensor | None, output_embedding: nn.Module) -> Tensor | None:
-        """Tokens (..., d) long as heads read them: rows of the output embedding at unit size, (..., d, D).
+    def _rows_of_path(self, path: Tensor | None, lm_head: nn.Module) -> Tensor | None:
+        """Tokens (..., d) long as heads read them: rows of the LM head at unit size, (..., d, D).
 
         None when these heads read no path.
         """
@@ -207,15 +205,15 @@ class MedusaHeads(TokenMapped):
             return None
         if path is None:
             raise ValueError("these heads read the tokens of their path (reads_path): pass path")
-        return self._unit_rows(path, output_embedding)
+        return self._unit_rows(path, lm_head)
 
-    def _unit_rows(self, tokens: Tensor, output_embedding: nn.Module) -> Tensor:
-        """Rows of the output embedding for ``tokens`` (...), (..., D), at unit size."""
-        weight = embedding_rows(output_embedding)
+    def _unit_rows(self, tokens: Tensor, lm_head: nn.Module) -> Tensor:
+        """Rows of the LM head for ``tokens`` (...), (..., D), at unit size."""
+        weight = embedding_rows(lm_head)
         if not weight.is_floating_point():
             raise ValueError(
-                f"heads that read tokens need the rows of the output embedding, which is {weight.dtype}; "
-                "leave the output embedding unquantised"
+                f"heads that read tokens need the rows of the LM head, which is {weight.dtype}; "
+                "leave the LM head unquantised"
             )
         rows = F.embedding(tokens, weight).to(next(self.blocks.parameters()).dtype)
         return F.rms_norm(rows, rows.shape[-1:])

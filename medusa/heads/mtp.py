@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
-from medusa.heads.ahead import AheadHead, Drafted
+from medusa.heads.autoregressive_head import AutoregressiveHead, Drafted
 from medusa.heads.causal_layer import MAX_LAYERS, MAX_SIZE
 from medusa.heads.medusa_heads import MAX_DEPTH
 from medusa.options import check_counts, is_count
@@ -62,7 +62,7 @@ class MtpConfig:
     hidden_size: int
     """D."""
     vocab_size: int
-    """V of the base model's output embedding."""
+    """V of the base model's LM head."""
     base_config: Mapping[str, Any]
     """The base's configuration, as in ``transformers``: the layers are of its classes and sizes."""
     max_depth: int
@@ -115,7 +115,7 @@ class MtpConfig:
         )
 
 
-class MtpHead(AheadHead):
+class MtpHead(AutoregressiveHead):
     """The layers, without the base's embeddings."""
 
     def __init__(self, config: MtpConfig, token_map: Sequence[int] | Tensor | None = None):

@@ -31,14 +31,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa.base.causal_lm import CausalLM, embedding_weight, output_embedding, vocab_size
+from medusa.base.causal_lm import CausalLM, embedding_weight, lm_head, vocab_size
 from medusa.files import read_json
 from medusa.heads.causal_layer import DEFAULT_THETA
+from medusa.heads.draft_vocab import checked_token_map
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers
 from medusa.heads.fingerprint import TOLERANCE, relative_distance
 from medusa.heads.medusa_heads import MAX_DEPTH
 from medusa.heads.tensor_files import check_tensors, matrix_shape, read_model_tensors
-from medusa.heads.token_map import checked_token_map
 from medusa.interop.protocol import (
     CONFIG_FILE,
     ExportedFiles,
@@ -174,7 +174,7 @@ def _changes(request: ToExport, head: Eagle3Head, rows: Tensor) -> list[str]:
         names = ", ".join(name for name in _FLAGS if getattr(head.config, name))
         changes.append(f"{names}: vLLM reads these keys, and other engines leave them out")
     if _layers_named(head, request.base):
-        layers = " ".join(map(str, head.reads_layers))
+        layers = " ".join(map(str, head.aux_layers))
         changes.append(
             f"the fused layers {layers} are not those that engines take by themselves, so {_LAYERS_KEY} "
             "names them as vLLM reads it; SGLang adds 1 to each"
@@ -188,7 +188,7 @@ def _layers_named(head: Eagle3Head, base: CausalLM) -> dict[str, list[int]]:
         usual = default_layers(base)
     except ValueError:  # too few layers to have any
         usual = None
-    return {} if head.reads_layers == usual else {_LAYERS_KEY: list(head.reads_layers)}
+    return {} if head.aux_layers == usual else {_LAYERS_KEY: list(head.aux_layers)}
 
 
 def _layer_config(config: Eagle3Config, request: ToExport) -> dict[str, Any]:
@@ -439,7 +439,7 @@ def _has_own_rows(tensors: dict[str, Tensor], token_map: Tensor | None, base: Ca
     rows = tensors.get("lm_head.weight")
     if rows is None:
         return False
-    embedding = output_embedding(base)
+    embedding = lm_head(base)
     ours = embedding_weight(embedding).detach()
     if not ours.is_floating_point() or getattr(embedding, "bias", None) is not None:
         return True

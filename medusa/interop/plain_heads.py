@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa.base.causal_lm import CausalLM, embedding_weight, logit_scale, output_embedding, vocab_size
+from medusa.base.causal_lm import CausalLM, embedding_weight, lm_head, logit_scale, vocab_size
 from medusa.files import read_json
 from medusa.heads.causal_layer import MAX_LAYERS
 from medusa.heads.fingerprint import TOLERANCE, relative_distance
@@ -91,7 +91,7 @@ class PlainHeads:
     """The tensors of plain Medusa heads, under the names of our module."""
 
     tensors: Mapping[str, Tensor]
-    """Rows (V, D) that all heads share are called "shared"; else the base's output embedding scores."""
+    """Rows (V, D) that all heads share are called "shared"; else the base's LM head scores."""
     num_heads: int
     num_layers: int
     notes: tuple[str, ...]
@@ -108,7 +108,7 @@ class PlainHeads:
 
     @property
     def vocab_size(self) -> int | None:
-        """None where the heads read the base's output embedding."""
+        """None where the heads read the base's LM head."""
         return len(self.rows[0]) if self.rows else None
 
     @property
@@ -174,7 +174,7 @@ def as_medusa_heads(plain: PlainHeads, base: CausalLM, where: Path, config: Mapp
     Logits are scaled as ``config``, the config.json beside them, says; else as the base scales its own, where
     the rows are the base's.
 
-    Rows that are the base's are not kept: the heads then read its output embedding, or, where
+    Rows that are the base's are not kept: the heads then read its LM head, or, where
     :func:`expanded_rows` made the rows, score a token map.
 
     Raises:
@@ -235,7 +235,7 @@ def _unembedding_of(plain: PlainHeads, base: CausalLM, where: Path) -> tuple[Une
     """What the rows of ``plain`` are on ``base``, and the token map that they score."""
     if not (rows := plain.rows):
         return "shared", None
-    embedding = output_embedding(base)
+    embedding = lm_head(base)
     if getattr(embedding, "bias", None) is not None:  # which the rows go without
         return "full", None
     ours, first = embedding_weight(embedding).detach(), rows[0]
@@ -318,11 +318,11 @@ def _read_whole_model(request: ReadRequest) -> ForeignHeads:
 
 
 def _check_same_base(request: ReadRequest, path: Path, rows: Tensor) -> None:
-    ours = embedding_weight(output_embedding(request.base)).detach()
+    ours = embedding_weight(lm_head(request.base)).detach()
     if relative_distance(rows, ours) <= TOLERANCE:
         return
     raise ValueError(
-        f"{path}: {_LM_HEAD} is not the output embedding of the base model {request.base.name_or_path!r}; "
+        f"{path}: {_LM_HEAD} is not the LM head of the base model {request.base.name_or_path!r}; "
         f"Medusa-2 heads belong to the base in the same files: give --base {request.directory}, or leave "
         "--base out"
     )

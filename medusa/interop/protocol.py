@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa.base.causal_lm import CausalLM, embedding_weight, output_embedding
+from medusa.base.causal_lm import CausalLM, embedding_weight, lm_head
 from medusa.files import read_json
-from medusa.heads.ahead import Heads, check_sizes
+from medusa.heads.autoregressive_head import Heads, check_sizes
 from medusa.heads.checkpoint import HeadsCheckpoint
 
 CONFIG_FILE = "config.json"
@@ -172,21 +172,21 @@ def check_belongs(request: ToExport) -> None:
 
 
 def base_rows(request: ToExport) -> Tensor:
-    """The rows (V, D) of the base's output embedding, for heads that score with them.
+    """The rows (V, D) of the base's LM head, for heads that score with them.
 
     Raises:
         ValueError: a matrix of rows is not all there is to it.
     """
-    embedding = output_embedding(request.base)
+    embedding = lm_head(request.base)
     rows = embedding_weight(embedding).detach()
     if getattr(embedding, "bias", None) is not None:
         raise ValueError(
-            f"the output embedding of {request.base_name!r} has a bias, which vLLM's heads have no "
+            f"the LM head of {request.base_name!r} has a bias, which vLLM's heads have no "
             "place for; train heads with --unembedding full, which hold rows of their own"
         )
     if not rows.is_floating_point():
         raise ValueError(
-            f"the output embedding of {request.base_name!r} is quantised ({rows.dtype}), and vLLM "
+            f"the LM head of {request.base_name!r} is quantised ({rows.dtype}), and vLLM "
             "needs its rows; give the base before it was quantised: --base"
         )
     return rows

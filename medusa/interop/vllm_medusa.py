@@ -122,7 +122,7 @@ def _row_changes(request: ToExport, heads: MedusaHeads) -> list[str]:
     size = config.vocab_size * config.hidden_size * request.dtype.itemsize
     written = f"{config.vocab_size:,} rows, {megabytes(size)}"
     if config.token_map_size is None:
-        return [f"the base's output embedding is written into the file: {written}"]
+        return [f"the base's LM head is written into the file: {written}"]
     return [
         f"the token map of {config.token_map_size:,} tokens is expanded to {written}; rows outside the map "
         "are their mean, which is never guessed, and cost time"

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_states, output_embedding
+from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_states, lm_head
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.engine import QUANTISED
 from medusa.engine.kernels import narrowest_dtype
 from medusa.hardware import DeviceRates
-from medusa.heads.ahead import AheadHead
+from medusa.heads.autoregressive_head import AutoregressiveHead
 from medusa.model import MedusaModel
 from medusa.trees.rank_counts import RankCounts
 
@@ -76,10 +76,10 @@ def _stored_bytes(model: MedusaModel, weight: Tensor) -> float:
 def read_weights(base: CausalLM) -> list[Tensor]:
     """What a forward pass reads whole: every parameter once, an input embedding of its own left out.
 
-    Of an input embedding that is not also the output embedding, only the rows of the tokens are read.
+    Of an input embedding that is not also the LM head, only the rows of the tokens are read.
     """
     rows_only = base.get_input_embeddings().weight
-    if rows_only is embedding_weight(output_embedding(base)):
+    if rows_only is embedding_weight(lm_head(base)):
         return list(base.parameters())
     return [parameter for parameter in base.parameters() if parameter is not rows_only]
 
@@ -97,12 +97,12 @@ def heads_cost(model: MedusaModel) -> tuple[float, float]:
     heads = model.heads
     assert heads is not None, "asked only with heads"
     runs = (
-        heads.num_heads / heads.num_layers if isinstance(heads, AheadHead) else 1
+        heads.num_heads / heads.num_layers if isinstance(heads, AutoregressiveHead) else 1
     )  # once for each depth of a chain
     num_bytes = runs * sum(parameter.nbytes for parameter in heads.parameters())
     num_weights = runs * sum(parameter.numel() for parameter in heads.parameters())
     if heads.scores_base_rows:
-        rows = embedding_weight(output_embedding(model.base))  # read once, by all heads
+        rows = embedding_weight(lm_head(model.base))  # read once, by all heads
         scored = rows if heads.token_map is None else rows[: len(heads.token_map)]
         num_bytes += scored.nbytes
         num_weights += scored.numel() * heads.num_heads
@@ -125,7 +125,7 @@ def _gaps_to_likeliest(base: CausalLM, prompt: Sequence[int], answer: Sequence[i
         return torch.zeros(0)
     ids = torch.tensor([[*prompt, *answer]], device=base.device)
     states = hidden_states(base, ids)[0, len(prompt) - 1 : -1]
-    embedding = output_embedding(base)
+    embedding = lm_head(base)
     gaps = []
     for part, tokens in zip(states.split(256), ids[0, len(prompt) :].split(256), strict=True):
         logits = embedding(part).float()  # (T', V)

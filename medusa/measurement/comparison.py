@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from medusa.console import PERCENT, Column, track
-from medusa.heads.ahead import Heads
+from medusa.heads.autoregressive_head import Heads
 from medusa.heads.calibration import AnsweredTokens, calibrate_each
 from medusa.heads.checkpoint import HeadsCheckpoint
 from medusa.measurement.contenders import heads_drafter, heads_without_adapter

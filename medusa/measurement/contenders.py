@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 
 from medusa.acceptance.rules import rule_named
-from medusa.base.causal_lm import end_ids, output_embedding, vocab_size
+from medusa.base.causal_lm import end_ids, lm_head, vocab_size
 from medusa.base.loading import load_base
 from medusa.base.recurrent import keeps_state
 from medusa.drafters.heads import drafter_of_heads
@@ -32,7 +32,7 @@ from medusa.drafters.registry import (
     uses_model_heads,
 )
 from medusa.engine.quick_heads import quick_heads
-from medusa.heads.ahead import Heads, check_heads_fit
+from medusa.heads.autoregressive_head import Heads, check_heads_fit
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa.measurement.llama_cpp import LlamaCpp, answered_by, missing_llama_cpp
 from medusa.model import MedusaModel
@@ -195,7 +195,7 @@ def _ours(
 
 def heads_drafter(model: MedusaModel, heads: Heads, tree: CandidateTree) -> Drafter:
     """Other heads on the model's base in ``tree``, computed as the engine computes the model's own."""
-    return drafter_of_heads(quick_heads(heads, output_embedding(model.runner)), model.runner, tree)
+    return drafter_of_heads(quick_heads(heads, lm_head(model.runner)), model.runner, tree)
 
 
 def heads_without_adapter(source: str) -> HeadsCheckpoint:

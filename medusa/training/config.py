@@ -78,7 +78,7 @@ class MedusaOptions:
     num_layers: int = 1
     """Residual blocks of each head."""
     unembedding: Unembedding = "shared"
-    """shared: the base's output embedding. full: a trained copy per head (V x D parameters each).
+    """shared: the base's LM head. full: a trained copy per head (V x D parameters each).
     token_map: the base's rows of the most frequent tokens."""
     reads_path: bool = True
     """Head d also reads the d tokens before the one it guesses (Hydra), which makes far more guesses right.
@@ -384,7 +384,7 @@ class TrainingConfiguration:
         return "joint" if self.joint.joint else self.heads.head_kind
 
     @property
-    def reads_text(self) -> bool:
+    def needs_context(self) -> bool:
         """Whether heads read all states of a text up to the one they guess from."""
         return self.kind in ("eagle3", "mtp")
 
@@ -426,7 +426,7 @@ class TrainingConfiguration:
         return yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True)
 
 
-REMEDIES = (
+MEMORY_KEYS = (
     "learning_rate",
     "final_learning_rate",
     "max_grad_norm",
@@ -437,22 +437,22 @@ REMEDIES = (
     "base_placement",
 )
 """Keys that a resumed run may change since they mend one that diverged; the change is recorded."""
-_FREE_TO_CHANGE = frozenset(
+RESUMABLE_KEYS = frozenset(
     (
         *LIMITS,
         "block_elements",
         "cache_hidden_states",
         "gradient_accumulation_steps",  # the checkpoint says whether a step still takes the same batches
-        *REMEDIES,
+        *MEMORY_KEYS,
     )
 ) | {each.name for each in dataclasses.fields(RunOptions)}
-"""Keys that a resumed run may change: how long, how fast, what it reports, and :data:`REMEDIES`."""
+"""Keys that a resumed run may change: how long, how fast, what it reports, and :data:`MEMORY_KEYS`."""
 
 
 def changed_keys(earlier: Mapping[str, Any], now: TrainingConfiguration) -> list[str]:
     """``key was X and is Y`` for every key that differs from the ``earlier`` run's and may not."""
     both = (earlier, now.as_dict())
-    before, after = ({key: each[key] for key in each if key not in _FREE_TO_CHANGE} for each in both)
+    before, after = ({key: each[key] for key in each if key not in RESUMABLE_KEYS} for each in both)
     return differences(before, after)
 
 

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, logits_of_states, output_embedding
+from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, lm_head, logits_of_states
+from medusa.heads.draft_vocab import GatheredRows
 from medusa.heads.medusa_heads import MedusaHeads
-from medusa.heads.token_map import GatheredRows
 from medusa.training.config import LossOptions
 
 
@@ -141,10 +141,10 @@ def expected(probabilities: Tensor, values: Tensor) -> Tensor:
 def teacher_of(base: CausalLM, token_map: Tensor | None = None) -> Teacher:
     """Hidden states (C, D) -> the base's logits (C, V'), in the columns of ``token_map`` (V',) if given.
 
-    Some architectures scale or cap what their output embedding gives. Whether this one does is found out by
+    Some architectures scale or cap what their LM head gives. Whether this one does is found out by
     a trial; if so, the states are sent through the model's own forward pass.
     """
-    embedding = output_embedding(base)
+    embedding = lm_head(base)
     probe = torch.randn(3, hidden_size(base), generator=torch.Generator().manual_seed(0))
     probe = 100 * probe.to(base.device, embedding_weight(embedding).dtype)  # large enough to meet a cap
     with torch.no_grad():
@@ -202,21 +202,21 @@ class LossSums(NamedTuple):
         return metrics
 
 
-def added(first: S, second: S) -> S:
+def add_metrics(first: S, second: S) -> S:
     """Both sums together; sums are named tuples of tensors, or of such tuples."""
     pairs: Any = zip(first, second, strict=True)
-    return type(first)(*(a + b if isinstance(a, Tensor) else added(a, b) for a, b in pairs))
+    return type(first)(*(a + b if isinstance(a, Tensor) else add_metrics(a, b) for a, b in pairs))
 
 
-def as_numbers(sums: tuple) -> list[Any]:
+def to_lists(sums: tuple) -> list[Any]:
     """``sums`` as nested lists, which JSON can hold."""
-    return [each.tolist() if isinstance(each, Tensor) else as_numbers(each) for each in sums]
+    return [each.tolist() if isinstance(each, Tensor) else to_lists(each) for each in sums]
 
 
-def from_numbers(zeros: S, saved: list[Any]) -> S:
-    """The sums that :func:`as_numbers` was given; types and device are those of ``zeros``."""
+def from_lists(zeros: S, saved: list[Any]) -> S:
+    """The sums that :func:`to_lists` was given; types and device are those of ``zeros``."""
     pairs: Any = zip(zeros, saved, strict=True)
-    return type(zeros)(*(a.new_tensor(b) if isinstance(a, Tensor) else from_numbers(a, b) for a, b in pairs))
+    return type(zeros)(*(a.new_tensor(b) if isinstance(a, Tensor) else from_lists(a, b) for a, b in pairs))
 
 
 def _loss_and_gradient(
@@ -248,7 +248,7 @@ class SplitHeads:
     """What every process keeps of each head's parameters: an equal part of their rows.
 
     The modules hold these parts, as DTensors, for the optimiser and checkpoints to see. All processes must be
-    in :meth:`whole` for the same head at the same time.
+    in :meth:`gathered` for the same head at the same time.
     """
 
     def __init__(self, heads: MedusaHeads, mesh: DeviceMesh):
@@ -266,7 +266,7 @@ class SplitHeads:
         return [getattr(module, name) for places in self._places for module, name in places]
 
     @contextmanager
-    def whole(self, index: int, gradients: dict[Tensor, Tensor]) -> Iterator[dict[Tensor, Tensor]]:
+    def gathered(self, index: int, gradients: dict[Tensor, Tensor]) -> Iterator[dict[Tensor, Tensor]]:
         """Within the block the head at ``index`` (from 0) has its whole parameters, and no other has.
 
         ``gradients`` come back with a tensor for each whole parameter whose part has one there. What was
@@ -405,7 +405,7 @@ class FusedLoss:
         self, split: SplitHeads, index: int, states: Tensor, gradients: dict[Tensor, Tensor]
     ) -> None:
         """What :meth:`_add` does, for one depth of heads that are split; nothing whole outlives the call."""
-        with split.whole(index, gradients) as inside:
+        with split.gathered(index, gradients) as inside:
             self._add(range(index, index + 1), states, inside)
 
     def _add(self, depths: range, states: Tensor, gradients: dict[Tensor, Tensor]) -> None:

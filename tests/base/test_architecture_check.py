@@ -96,11 +96,11 @@ REFUSED = {
     ),
     "no head": (
         lambda: LlamaForCausalLM(LlamaConfig(**SMALL, num_hidden_layers=1)).model,
-        "LlamaModel has no output embedding, so it is not a causal .* load it with AutoModelForCausalLM",
+        "LlamaModel has no LM head, so it is not a causal .* load it with AutoModelForCausalLM",
     ),
     "classifier": (
         lambda: LlamaForSequenceClassification(LlamaConfig(**SMALL, num_hidden_layers=1)),
-        "LlamaForSequenceClassification has no output embedding",
+        "LlamaForSequenceClassification has no LM head",
     ),
     "no cache (OpenAI-GPT)": (
         lambda: OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=61, n_embd=16, n_layer=1, n_head=2)),

@@ -261,7 +261,7 @@ def test_keys_and_values_may_differ_in_width():
     """As in latent attention (DeepSeek): nothing here may assume one shape for both."""
     cache = TreeCache(num_rows=2, num_layers=1, device="cpu")
     keys, values = torch.randn(2, 3, 5, 16), torch.randn(2, 3, 5, 8)
-    cache.begin(5)
+    cache.plan_pass(5)
     all_keys, all_values = cache.update(keys, values, 0)
     assert torch.equal(all_keys, keys) and torch.equal(all_values, values)
     cache.commit(torch.tensor([[0, 2, 4], [0, 1, 1]]), torch.tensor([3, 2]))

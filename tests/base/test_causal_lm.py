@@ -64,8 +64,8 @@ from medusa.base.causal_lm import (
     hidden_size,
     hidden_states,
     layers_of,
+    lm_head,
     new_cache,
-    output_embedding,
     prefill,
     verify,
     vocab_size,
@@ -191,7 +191,7 @@ def test_hidden_states_are_what_the_output_embedding_reads_and_no_logits_are_com
     with torch.no_grad():
         expected = torch.stack([alone(base, row.tolist())[0] for row in ids])
     widths = []
-    handle = output_embedding(base).register_forward_hook(lambda _m, _a, out: widths.append(out.shape[1]))
+    handle = lm_head(base).register_forward_hook(lambda _m, _a, out: widths.append(out.shape[1]))
     try:
         hidden = hidden_states(base, ids)
     finally:
@@ -268,7 +268,7 @@ def test_nothing_stays_attached_to_the_base():
 def test_sizes_are_read_from_the_output_embedding():
     base = tiny_model("gemma3")
     assert (hidden_size(base), vocab_size(base), context_length(base)) == (32, VOCAB_SIZE, 1024)
-    assert output_embedding(base) is base.lm_head
+    assert lm_head(base) is base.lm_head
 
 
 PLAIN = {key: value for key, value in SIZES.items() if key != "max_position_embeddings"}

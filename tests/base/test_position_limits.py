@@ -17,7 +17,7 @@ from transformers import (
 
 from medusa import MedusaModel
 from medusa.base.architecture_check import check_tree_verification
-from medusa.base.causal_lm import common_context, new_cache, prefill, switch_length, unmasked_window
+from medusa.base.causal_lm import common_context, longrope_threshold, new_cache, prefill, unmasked_window
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +81,8 @@ def test_the_switch_is_found_where_layer_types_have_settings_of_their_own():
             "full_attention": rope,
         },
     )
-    assert switch_length(Gemma3ForCausalLM(config)) == 40
-    assert switch_length(LlamaForCausalLM(LlamaConfig(**GROUPED))) is None
+    assert longrope_threshold(Gemma3ForCausalLM(config)) == 40
+    assert longrope_threshold(LlamaForCausalLM(LlamaConfig(**GROUPED))) is None
 
 
 def test_dynamic_scaling_stays_within_the_context_where_it_scales_nothing():

@@ -28,7 +28,7 @@ from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import PhaseClock
 from medusa.decoding.step import ModelRunner
 from medusa.decoding.steps import Steps
-from medusa.drafters.ahead import AheadDrafter
+from medusa.drafters.autoregressive import AutoregressiveDrafter
 from medusa.drafters.draft_model import (
     DraftModelDrafter,
     LowPrecisionDrafter,
@@ -248,10 +248,10 @@ def test_a_match_that_pays_ends_a_pause_and_a_wrong_one_costs_once_between_two_p
 # ------------------------------------------------------------------ in the loops
 
 
-def eagle3(base) -> AheadDrafter:
+def eagle3(base) -> AutoregressiveDrafter:
     torch.manual_seed(3)
     head = Eagle3Head(Eagle3Config.of_base(base, fused_layers=(1, 2), max_depth=3)).eval()
-    return AheadDrafter(head, base, CHAIN)
+    return AutoregressiveDrafter(head, base, CHAIN)
 
 
 def union(base) -> UnionDrafter:

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from medusa import CandidateTree, MedusaModel
 from medusa.acceptance.rules import RULES
-from medusa.base.cache import MOST_BEHIND
+from medusa.base.cache import MAX_REPLAY_TOKENS
 from medusa.decoding.batch import BatchLimits, Row
 from medusa.drafters.draft_model import DraftModelDrafter
 from medusa.drafters.dynamic import BestPathDrafter, best_path
@@ -136,8 +136,8 @@ def test_tokens_that_are_read_again_never_pile_up(model_type):
     text = model.generate(prompt, max_new_tokens=60, do_sample=False, drafter=drafter)
     hook.remove()
     assert torch.equal(text, plain)
-    assert max(widths[1:]) > MOST_BEHIND  # it came to that
-    assert max(widths) <= MOST_BEHIND + 3 + 4  # what one more step may add, and a draft
+    assert max(widths[1:]) > MAX_REPLAY_TOKENS  # it came to that
+    assert max(widths) <= MAX_REPLAY_TOKENS + 3 + 4  # what one more step may add, and a draft
 
 
 class Favours(LogitsProcessor):

@@ -23,7 +23,7 @@ from medusa.acceptance.rules import RULES
 from medusa.acceptance.sampling import UpcomingNoise
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import hidden_states
-from medusa.drafters.ahead import AheadDrafter
+from medusa.drafters.autoregressive import AutoregressiveDrafter
 from medusa.drafters.draft_model import (
     DraftModelDrafter,
     LowPrecisionDrafter,
@@ -61,7 +61,7 @@ def eagle3_drafter(base, tree=BUSHY, token_map_size=None, **options):
         torch.manual_seed(3)
         config = Eagle3Config.of_base(base, fused_layers=(1, 2), token_map_size=token_map_size, **options)
         head = Eagle3Head(config, torch.randperm(VOCAB_SIZE)[:token_map_size] if token_map_size else None)
-    return AheadDrafter(head.eval(), base, tree)
+    return AutoregressiveDrafter(head.eval(), base, tree)
 
 
 def heads_drafter(base, tree=BUSHY):
@@ -95,9 +95,9 @@ def fusing_heads_drafter(base, *layers: int):
 
 
 def dynamic(drafter):
-    if isinstance(drafter, AheadDrafter):
+    if isinstance(drafter, AutoregressiveDrafter):
         return DynamicAheadDrafter(drafter.head, drafter.base, drafter.tree)
-    return DynamicHeadsDrafter(drafter.heads, drafter.output_embedding, drafter.tree)
+    return DynamicHeadsDrafter(drafter.heads, drafter.lm_head, drafter.tree)
 
 
 DRAFTERS = {
@@ -219,9 +219,7 @@ def log_probabilities_after(drafter, context, row: int, path: tuple[int, ...]) -
         chance = MATCH_WEIGHTS[int(match.num_matched) + depth - 1]
     if depth > drafter.tree.depth:
         return {expected[depth - 1]: math.log(chance)} if chance else {}
-    logits = drafter.heads.logits_of(
-        depth - 1, context.hidden[row], drafter.output_embedding, torch.tensor(path)
-    )
+    logits = drafter.heads.logits_of(depth - 1, context.hidden[row], drafter.lm_head, torch.tensor(path))
     is_sampled = context.noise is not None
     of_heads = (logits * (drafter.beta / context.temperature if is_sampled else 1)).softmax(-1)
     mixed = torch.zeros(VOCAB_SIZE)
@@ -288,7 +286,7 @@ def test_a_perfect_draft_model_is_always_accepted():
         assert out.statistics.accepted_histogram == [0, 0, 0, 15]
 
 
-class WatchedEagle3(AheadDrafter):
+class WatchedEagle3(AutoregressiveDrafter):
     """Checks each step's guesses against the head run over the whole sequence from scratch."""
 
     num_checked = 0

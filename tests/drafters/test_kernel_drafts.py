@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads
 from medusa.acceptance.sampling import UpcomingNoise
-from medusa.base.causal_lm import output_embedding
+from medusa.base.causal_lm import lm_head
 from medusa.decoding.adaptive import OPTIONAL_NODE_PROB
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.protocol import DraftContext, topology_violations
-from medusa.engine import prepared_base
+from medusa.engine import apply_engine
 from medusa.engine.quick_heads import quick_heads
 from medusa.engine.views import missing_for_kernels
 
@@ -35,7 +35,7 @@ def drafter(num_nodes, depth, suffix_length, token_map_size=None):
     heads = MedusaHeads(config, range(3, 3 + token_map_size) if token_map_size else None)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    embedding = output_embedding(prepared_base(BASE, "packed"))
+    embedding = lm_head(apply_engine(BASE, "packed"))
     broad, deep = range(1, num_nodes - depth), range(1, depth + 1)
     tree = CandidateTree.from_paths([*((rank,) for rank in broad), *((0,) * length for length in deep)])
     made = DynamicHeadsDrafter(quick_heads(heads, embedding), embedding, tree).with_suffix(suffix_length)

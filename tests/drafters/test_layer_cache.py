@@ -6,7 +6,7 @@ from conftest import VOCAB_SIZE, tiny_model
 
 from medusa import CandidateTree
 from medusa.base.cache import TreeCache
-from medusa.drafters.ahead import AheadDrafter
+from medusa.drafters.autoregressive import AutoregressiveDrafter
 from medusa.drafters.protocol import DraftContext, PlainDrafter
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
@@ -61,7 +61,7 @@ class Counted:
         self.num_entries += features.shape[0] * features.shape[1]
 
     def drafter(self, depth: int = 3):
-        return AheadDrafter(self.heads, BASE, CandidateTree.chain(depth))
+        return AutoregressiveDrafter(self.heads, BASE, CandidateTree.chain(depth))
 
 
 def check_as_if_new(counted: Counted, drafter, texts: list[Text]) -> int:

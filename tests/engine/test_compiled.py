@@ -12,10 +12,10 @@ from conftest import GROUPED, VOCAB_SIZE, left_padded, needs_newest, random_prom
 from transformers import DogeConfig, DogeForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
-from medusa.base.causal_lm import new_cache, output_embedding, prefill, verify
+from medusa.base.causal_lm import lm_head, new_cache, prefill, verify
 from medusa.decoding.batch import BatchLimits, Row
+from medusa.engine import apply_engine
 from medusa.engine import compiled as compiled_passes
-from medusa.engine import prepared_base
 from medusa.engine.compiled import CompiledPass, library_paths, missing_for_compiled_layers
 from medusa.engine.kernels import missing_kernels
 from medusa.engine.programs import Part, Program
@@ -108,7 +108,7 @@ def check_a_view(engine, base):
 
     check_a_shared_batch(model)
 
-    check_heads(model.drafting_heads, output_embedding(model.runner))
+    check_heads(model.drafting_heads, lm_head(model.runner))
     view, topology = model.runner, BUSHY.topology("cpu")
     compiled, seconds = model._steps.libraries.compiled_pass()
     assert seconds < 0.1, "the calls above have it"
@@ -139,7 +139,7 @@ def test_compiled_passes_are_exact_kept_and_serve_other_weights(capsys, monkeypa
     config = LlamaConfig(**{**GROUPED, "num_hidden_layers": 4})
     base, other = (LlamaForCausalLM(config).eval() for _ in range(2))
     check_a_view("packed", base)
-    view = prepared_base(other, "packed")
+    view = apply_engine(other, "packed")
     paths = library_paths(view)
     assert len(paths) == 3 and all(path.exists() for path in paths), "the ends, and one for both groups"
     capsys.readouterr()
@@ -176,14 +176,14 @@ def test_angles_that_depend_on_the_length_are_computed_as_they_are():
 def test_a_library_is_named_for_all_that_it_depends_on_but_weights(monkeypatch):
     def paths(engine="packed", **changes):
         config = LlamaConfig(**{**GROUPED, **changes})
-        return tuple(library_paths(prepared_base(LlamaForCausalLM(config).eval(), engine)))
+        return tuple(library_paths(apply_engine(LlamaForCausalLM(config).eval(), engine)))
 
     assert paths() == paths() and len(paths()) == 3
     others = (paths("int8"), paths(rms_norm_eps=0.1), paths(hidden_act="gelu"), paths(intermediate_size=64))
     assert len({path for each in (paths(), *others) for path in each}) == 15
     for together, libraries in ((2, 3), (1, 4)):
         monkeypatch.setattr(compiled_passes, "MOST_TOGETHER", together)
-        two_kinds = library_paths(prepared_base(tiny_model("gemma3"), "packed"))
+        two_kinds = library_paths(apply_engine(tiny_model("gemma3"), "packed"))
         assert len(two_kinds) == libraries, "layers of two kinds in one library, or in one each"
 
 
@@ -211,7 +211,7 @@ def test_programs_that_compute_something_else_are_refused_and_not_made_again(
     monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
     monkeypatch.setattr(Part, "compile", written)
     monkeypatch.setattr(compiled_passes, "Program", Uncompiled)
-    view = prepared_base(LlamaForCausalLM(LlamaConfig(**GROUPED)).eval(), engine)
+    view = apply_engine(LlamaForCausalLM(LlamaConfig(**GROUPED)).eval(), engine)
     if not error:
         CompiledPass(view)
         return
@@ -229,7 +229,7 @@ def test_a_failed_compilation_leaves_nothing_behind(monkeypatch):
 
     monkeypatch.setattr(torch._inductor, "aot_compile", fails)
     base = LlamaForCausalLM(LlamaConfig(**{**GROUPED, "rms_norm_eps": 0.5})).eval()
-    view = prepared_base(base, "packed")
+    view = apply_engine(base, "packed")
     with pytest.raises(RuntimeError, match="the compiler died"):
         CompiledPass(view)
     stem = library_paths(view)[0].stem
@@ -255,7 +255,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(monkeypatch, what):
         reason = "step='compiled' needs layers without experts"
     else:
         base = LlamaForCausalLM(LlamaConfig(**{**GROUPED, "intermediate_size": 40})).eval()
-        assert "multiples of 16, got 40" in str(missing_for_compiled_layers(prepared_base(base, "packed")))
+        assert "multiples of 16, got 40" in str(missing_for_compiled_layers(apply_engine(base, "packed")))
         reason = "step='compiled' needs widths that are multiples of 16, got 40"
     with pytest.raises(ValueError, match=reason):
         MedusaModel(base, engine="packed", step="compiled")

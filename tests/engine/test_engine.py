@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.causal_lm import new_cache, prefill, verify
-from medusa.engine import prepared_base
+from medusa.engine import apply_engine
 from medusa.engine.kernels import PackedLinear
 from medusa.engine.quick_heads import quick_heads
 from medusa.engine.views import (
@@ -223,9 +223,9 @@ def test_a_norm_that_computes_something_else_is_left_alone():
 def test_auto_falls_back_to_eager_where_packing_does_not_apply():
     base = tiny_model("phi").to(torch.bfloat16)
     try:
-        assert prepared_base(base, "auto") is base
+        assert apply_engine(base, "auto") is base
         with pytest.raises(ValueError, match=r"needs a float32 model on the CPU, got torch.bfloat16"):
-            prepared_base(base, "packed")
+            apply_engine(base, "packed")
     finally:
         base.to(torch.float32)
 
@@ -266,8 +266,8 @@ def test_an_engine_says_what_it_lacks():
     sharded = copy.deepcopy(tiny_model("llama"))
     sharded.hf_device_map = {"model": "cpu", "lm_head": "cuda:0"}
     with pytest.raises(ValueError, match=r"the whole model in one place, and this one is sharded"):
-        prepared_base(sharded, "packed")
-    assert prepared_base(sharded, "auto") is sharded
+        apply_engine(sharded, "packed")
+    assert apply_engine(sharded, "auto") is sharded
 
 
 class QuantisedWeight(torch.Tensor):
@@ -278,9 +278,9 @@ def test_a_model_whose_weights_are_quantised_already_runs_as_loaded():
     quantised = copy.deepcopy(tiny_model("llama"))
     linear = quantised.model.layers[0].mlp.up_proj
     linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(QuantisedWeight))
-    assert prepared_base(quantised, "auto") is quantised
+    assert apply_engine(quantised, "auto") is quantised
     with pytest.raises(ValueError, match="plain weights, and this model's are quantised already"):
-        prepared_base(quantised, "int8")
+        apply_engine(quantised, "int8")
 
 
 def drawn_heads(**options):
@@ -297,7 +297,7 @@ def drawn_heads(**options):
 @torch.no_grad()
 def test_heads_draft_with_the_products_of_the_engine_near_their_own(engine, reads_path):
     heads, base = drawn_heads(reads_path=reads_path, num_layers=2), tiny_model("llama")
-    embedding = prepared_base(base, engine).get_output_embeddings()
+    embedding = apply_engine(base, engine).get_output_embeddings()
     quick = quick_heads(heads, embedding)
     hidden, path = torch.randn(4, 32), torch.randint(VOCAB_SIZE, (4, 3))
     exact, near = (each(hidden, base.get_output_embeddings(), path) for each in (heads, quick))
@@ -357,7 +357,7 @@ def by_pickle(thing):
 @torch.no_grad()
 def test_a_view_and_a_model_on_it_can_be_copied_and_pickled(engine, copied):
     base, ids = tiny_model("llama"), random_prompts(1, 9)
-    view = prepared_base(base, engine)
+    view = apply_engine(base, engine)
     other = copied(view)
     assert torch.equal(other(ids).logits, view(ids).logits)
     assert {id(weight) for weight in other.parameters()}.isdisjoint(map(id, base.parameters()))

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from medusa import CandidateTree, MedusaModel
 from medusa.base import architecture_check
-from medusa.base.causal_lm import embedding_rows, output_embedding
+from medusa.base.causal_lm import embedding_rows, lm_head
 from medusa.base.loading import load_base
 from medusa.drafters.registry import DrafterFactory, DrafterSettings
 from medusa.engine import loading
@@ -74,7 +74,7 @@ def test_what_is_packed_as_it_is_read_computes_what_a_view_of_the_loaded_base_do
 def test_files_of_other_precisions_are_packed_too(tmp_path, dtype):
     directory = saved(tiny_model("llama"), tmp_path, dtype)
     model, ids = MedusaModel.from_pretrained(directory), random_prompts(1, 9)
-    assert output_embedding(model.base).panels.dtype == dtype
+    assert lm_head(model.base).panels.dtype == dtype
     expected = load_base(directory, dtype=torch.float32).generate(ids, **GREEDY)
     assert model.generate(ids, **GREEDY).tolist() == expected.tolist()
 
@@ -130,7 +130,7 @@ def test_rows_of_embeddings_are_those_of_the_file(tmp_path):
     base, ordinary = load_for_engine(directory, "int8"), load_base(directory, dtype=torch.float32)
     for ours, theirs in (
         (base.get_input_embeddings(), ordinary.get_input_embeddings()),
-        (output_embedding(base), output_embedding(ordinary)),
+        (lm_head(base), lm_head(ordinary)),
     ):
         assert embedding_rows(ours).dtype == torch.bfloat16
         assert torch.equal(embedding_rows(ours).float(), theirs.weight)

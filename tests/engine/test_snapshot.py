@@ -49,7 +49,7 @@ ALTERATIONS = {
         lambda module, args: (args[0] * -2,)
     ),
     "a hook on a norm": lambda base: base.model.norm.register_forward_hook(lambda m, a, o: o.flip(-1)),
-    "a hook on the output embedding": lambda base: base.lm_head.register_forward_hook(
+    "a hook on the LM head": lambda base: base.lm_head.register_forward_hook(
         lambda module, args, output: -output
     ),
     "a patched linear layer": lambda base: wrap(base.model.layers[0].self_attn.q_proj, lambda x: x.flip(-1)),
@@ -285,7 +285,7 @@ def test_calls_that_meet_a_refresh_in_another_thread_find_a_whole_model(monkeypa
         met.append(model.generate(PROMPT, **OPTIONS).tolist())  # as another thread would just now
         return quick_heads(*given)
 
-    monkeypatch.setattr("medusa.engine.prepared.quick_heads", slow)
+    monkeypatch.setattr("medusa.engine.engine_state.quick_heads", slow)
     model.refresh()
     assert met == [reference]
 

@@ -8,7 +8,7 @@ from conftest import SWITCH, VOCAB_SIZE, longrope_model, random_prompts
 from tiny_chat import chat_base, chat_heads, chat_model, wide_tree
 
 from medusa import HeadsConfig, MedusaHeads
-from medusa.base.causal_lm import hidden_states, output_embedding
+from medusa.base.causal_lm import hidden_states, lm_head
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.trees.rank_counts import MISS, UNKNOWN
 
@@ -21,7 +21,7 @@ def test_ranks_are_those_of_the_true_token_d_places_after_the_root():
     (ranks,) = calibrate(base, heads, [row], max_rank=260).ranks
     assert ranks.shape == (20 - prompt_length, 3)
     with torch.no_grad():
-        logits = heads(hidden_states(base, torch.tensor([ids]))[0], output_embedding(base))  # (T, K, V)
+        logits = heads(hidden_states(base, torch.tensor([ids]))[0], lm_head(base))  # (T, K, V)
     for position in range(20 - prompt_length):
         t = prompt_length - 1 + position  # the state that emits the root token t + 1
         for d in (1, 2, 3):

@@ -20,13 +20,13 @@ from medusa import (
     load_heads,
     save_heads,
 )
-from medusa.base.causal_lm import hidden_states, output_embedding
+from medusa.base.causal_lm import hidden_states, lm_head
 from medusa.cli.info import describe_heads
-from medusa.drafters.ahead import AheadDrafter
+from medusa.drafters.autoregressive import AutoregressiveDrafter
 from medusa.drafters.dynamic import DynamicAheadDrafter
 from medusa.drafters.registry import DrafterFactory, DrafterSettings
 from medusa.engine.quick_heads import quick_heads
-from medusa.heads.ahead import drafted_states
+from medusa.heads.autoregressive_head import unroll
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers
 from medusa.trees.rank_counts import UNKNOWN
@@ -72,7 +72,7 @@ def drafted_one_by_one(head: Eagle3Head, hidden, following, end: int, depth: int
 def test_unrolled_states_are_those_of_drafts_made_one_by_one(flag):
     head, generator = new_head(**({flag: True} if flag else {})), torch.Generator().manual_seed(0)
     hidden, following = torch.randn(2, 9, 96, generator=generator), torch.randn(2, 9, 32, generator=generator)
-    unrolled = drafted_states(head, hidden, following, torch.arange(9).expand(2, 9))
+    unrolled = unroll(head, hidden, following, torch.arange(9).expand(2, 9))
     assert len(unrolled) == DEPTH
     for depth in (1, 2, 3):
         for end in range(depth - 1, 9):
@@ -85,9 +85,9 @@ def test_documents_of_a_row_do_not_see_each_other():
     hidden, following = torch.randn(2, 9, 96, generator=generator), torch.randn(2, 9, 32, generator=generator)
     packed = torch.cat([torch.arange(4), torch.arange(5)])
     positions = torch.stack([packed, torch.arange(9)])
-    together = drafted_states(head, hidden, following, positions)
-    second = drafted_states(head, hidden[:1, 4:], following[:1, 4:], torch.arange(5)[None])
-    whole = drafted_states(head, hidden[1:], following[1:], torch.arange(9)[None])
+    together = unroll(head, hidden, following, positions)
+    second = unroll(head, hidden[:1, 4:], following[:1, 4:], torch.arange(5)[None])
+    whole = unroll(head, hidden[1:], following[1:], torch.arange(9)[None])
     for depth in (1, 2, 3):
         meaningful = together[depth - 1][0, 4 + depth - 1 :]
         torch.testing.assert_close(meaningful, second[depth - 1][0, depth - 1 :], atol=1e-4, rtol=1e-4)
@@ -111,7 +111,7 @@ def test_counted_ranks_are_those_of_the_true_token_among_the_drafts_guesses():
                     continue
                 end = root + depth - 2  # the entry that joins the token before the target
                 state = drafted_one_by_one(head, hidden, following, end, depth)
-                order = head.unembedded(state, output_embedding(base))[0].argsort(descending=True)
+                order = head.unembedded(state, lm_head(base))[0].argsort(descending=True)
                 assert order[ranks[position, depth - 1]] == ids[0, root + depth]
 
 
@@ -173,7 +173,7 @@ def test_a_model_with_a_loaded_directory_decodes_exactly_with_its_tree(saved, ar
     assert model.tree == TREE
     assert isinstance(model.drafter_for(1), DynamicAheadDrafter)
     named = DrafterFactory(model).make("heads")
-    assert isinstance(named, AheadDrafter)
+    assert isinstance(named, AutoregressiveDrafter)
     for lengths in ([9], [20, 1, 7]):
         batch = left_padded(random_prompts(len(lengths), max(lengths)), lengths)
         for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 3}):
@@ -194,7 +194,7 @@ def test_by_name_it_drafts_beside_other_heads_in_its_own_tree(saved):
     assert "eagle3" in DrafterFactory(model, settings).available()
     assert "eagle3" not in DrafterFactory(model, DrafterSettings()).available()
     drafter = DrafterFactory(model, settings).make("eagle3")
-    assert isinstance(drafter, AheadDrafter) and drafter.tree == TREE
+    assert isinstance(drafter, AutoregressiveDrafter) and drafter.tree == TREE
     assert DrafterFactory(model, settings).make("eagle3", only_chain=True).tree == CandidateTree.chain(DEPTH)
     arguments = {"do_sample": False, "max_new_tokens": 12}
     plain = model.generate(random_prompts(2, 7), **arguments, tree=CandidateTree.chain(0))
@@ -268,5 +268,5 @@ def test_rotary_scaling_of_the_base_is_kept_and_what_depends_on_the_length_is_no
 def test_rows_of_its_own_score_in_place_of_the_bases():
     base, head = tiny_model("llama"), new_head(own_lm_head=True)
     states = torch.randn(2, 32)
-    assert torch.equal(head.unembedded(states, output_embedding(base)), head.lm_head(states))
-    assert quick_heads(head, output_embedding(base)) is head
+    assert torch.equal(head.unembedded(states, lm_head(base)), head.lm_head(states))
+    assert quick_heads(head, lm_head(base)) is head

@@ -35,7 +35,7 @@ def heads_of(unembedding: str, is_random: bool = False, **changes) -> MedusaHead
     return heads
 
 
-def output_embedding(bias: bool = False, seed: int = 0) -> nn.Linear:
+def lm_head(bias: bool = False, seed: int = 0) -> nn.Linear:
     torch.manual_seed(seed)
     return nn.Linear(HIDDEN_SIZE, VOCAB_SIZE, bias=bias)
 
@@ -48,13 +48,13 @@ PATH = torch.randint(0, VOCAB_SIZE, (2, 5, NUM_HEADS), generator=torch.Generator
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("unembedding", ["shared", "full", "token_map"])
 def test_untrained_heads_are_the_base_models_own_lm_head(unembedding, bias, reading):
-    embedding = output_embedding(bias=bias and unembedding != "full")
+    embedding = lm_head(bias=bias and unembedding != "full")
     heads = heads_of(unembedding, **READING[reading])
     heads.initialise_from(embedding)
     expected = embedding(HIDDEN)
     if unembedding == "token_map":
         expected = expected[..., MAP]
-    below = torch.randn(2, 5, len(heads.reads_layers) * HIDDEN_SIZE)
+    below = torch.randn(2, 5, len(heads.aux_layers) * HIDDEN_SIZE)
     logits = heads(heads.fuse(torch.cat([HIDDEN, below], -1)), embedding, PATH)
     assert logits.shape == (2, 5, NUM_HEADS, expected.shape[-1])
     for k in range(NUM_HEADS):
@@ -63,7 +63,7 @@ def test_untrained_heads_are_the_base_models_own_lm_head(unembedding, bias, read
 
 @pytest.mark.parametrize("unembedding", ["shared", "full", "token_map"])
 def test_one_head_alone_gives_its_column_of_all(unembedding):
-    embedding, heads = output_embedding(), heads_of(unembedding, is_random=True)
+    embedding, heads = lm_head(), heads_of(unembedding, is_random=True)
     together = heads(HIDDEN, embedding)
     assert not torch.allclose(together[..., 0, :], together[..., 1, :])
     for k in range(NUM_HEADS):
@@ -72,7 +72,7 @@ def test_one_head_alone_gives_its_column_of_all(unembedding):
 
 @pytest.mark.parametrize("unembedding", ["shared", "full", "token_map"])
 def test_a_head_reads_its_own_parameters_and_no_others(unembedding):
-    embedding, heads = output_embedding(), heads_of(unembedding, is_random=True)
+    embedding, heads = lm_head(), heads_of(unembedding, is_random=True)
     heads.logits_of(1, HIDDEN, embedding).sum().backward()
     own = {id(parameter) for parameter in heads.parameters_of(1)}
     touched = {id(p) for p in heads.parameters() if p.grad is not None and p.grad.abs().sum() > 0}
@@ -84,7 +84,7 @@ def test_a_head_reads_its_own_parameters_and_no_others(unembedding):
 def test_no_two_blocks_share_a_weight():
     """The ``[block] * n`` bug: one module repeated, so that all heads train the same weights."""
     heads = heads_of("shared", num_layers=3)
-    embedding = output_embedding()
+    embedding = lm_head()
     before = heads(HIDDEN, embedding)
     nn.init.constant_(heads.blocks[1][2].linear.bias, 1.0)
     changed = (heads(HIDDEN, embedding) != before).flatten(0, 1).flatten(2).any(dim=2).any(dim=0)
@@ -92,7 +92,7 @@ def test_no_two_blocks_share_a_weight():
 
 
 def test_columns_of_a_token_map_stand_for_its_tokens():
-    embedding, heads = output_embedding(bias=True), heads_of("token_map", is_random=True)
+    embedding, heads = lm_head(bias=True), heads_of("token_map", is_random=True)
     logits = heads(HIDDEN, embedding)
     every_token = heads_of("shared", is_random=True)(HIDDEN, embedding)
     torch.testing.assert_close(logits, every_token[..., MAP])
@@ -106,8 +106,8 @@ def test_columns_of_a_token_map_stand_for_its_tokens():
 
 def test_a_token_map_follows_the_output_embedding_when_it_changes():
     heads, every_token = (heads_of(kind, is_random=True) for kind in ("token_map", "shared"))
-    heads(HIDDEN, output_embedding())
-    other = output_embedding(seed=9)
+    heads(HIDDEN, lm_head())
+    other = lm_head(seed=9)
     torch.testing.assert_close(heads(HIDDEN, other), every_token(HIDDEN, other)[..., MAP])
     with torch.no_grad():
         other.weight.mul_(2.0)
@@ -120,7 +120,7 @@ def test_a_token_map_follows_the_output_embedding_when_it_changes():
 
 
 def test_heads_in_float32_sit_on_a_base_in_bfloat16():
-    embedding = output_embedding().to(torch.bfloat16)
+    embedding = lm_head().to(torch.bfloat16)
     for unembedding in ("shared", "token_map", "full"):
         heads = heads_of(unembedding, is_random=True)
         logits = heads(HIDDEN.to(torch.bfloat16), embedding)
@@ -164,7 +164,7 @@ def test_a_token_map_on_heads_of_another_kind_is_refused():
 
 
 def test_a_head_reads_the_tokens_of_its_path_and_none_behind_them():
-    embedding, heads = output_embedding(), heads_of("shared", is_random=True, reads_path=True)
+    embedding, heads = lm_head(), heads_of("shared", is_random=True, reads_path=True)
     logits = heads(HIDDEN, embedding, PATH)
     for depth in range(1, NUM_HEADS + 1):
         torch.testing.assert_close(
@@ -178,7 +178,7 @@ def test_a_head_reads_the_tokens_of_its_path_and_none_behind_them():
 
 def test_heads_that_read_their_path_ask_for_it():
     with pytest.raises(ValueError, match=r"read the tokens of their path .*: pass path"):
-        heads_of("shared", reads_path=True)(HIDDEN, output_embedding())
+        heads_of("shared", reads_path=True)(HIDDEN, lm_head())
 
 
 def test_fused_layers_are_read_at_unit_size_whatever_the_size_of_their_dimensions():

@@ -21,8 +21,8 @@ from medusa.cli.info import describe_base, describe_heads
 from medusa.cli.main import main
 from medusa.decoding.batch import Row
 from medusa.decoding.state import DecodeRequest
-from medusa.drafters.ahead import AheadDrafter
-from medusa.heads.ahead import drafted_states
+from medusa.drafters.autoregressive import AutoregressiveDrafter
+from medusa.heads.autoregressive_head import unroll
 from medusa.heads.checkpoint import kind_of
 from medusa.heads.mtp import own_head
 
@@ -47,7 +47,7 @@ def bases(tmp_path_factory):
 
 def watched(monkeypatch) -> list[tuple[list[int], list[int]]]:
     """The text of each row, up to the root, and its draft, of each step to come."""
-    drafts, draft = [], AheadDrafter.draft
+    drafts, draft = [], AutoregressiveDrafter.draft
 
     def kept(self, context):
         drafted = draft(self, context)
@@ -55,7 +55,7 @@ def watched(monkeypatch) -> list[tuple[list[int], list[int]]]:
             drafts.append((text[: int(length)].tolist(), tokens[1:].tolist()))
         return drafted
 
-    monkeypatch.setattr(AheadDrafter, "draft", kept)
+    monkeypatch.setattr(AutoregressiveDrafter, "draft", kept)
     return drafts
 
 
@@ -141,7 +141,7 @@ def test_unrolled_states_are_those_of_drafts(bases, monkeypatch, family, num_lay
         tokens = torch.tensor([text + draft])
         hidden = base(tokens, output_hidden_states=True).hidden_states[-1]
         following = base.get_input_embeddings()(tokens.roll(-1, dims=1))
-        states = drafted_states(head, hidden, following, torch.arange(tokens.shape[1])[None])
+        states = unroll(head, hidden, following, torch.arange(tokens.shape[1])[None])
         ends = range(len(text) - 2, len(text) - 2 + depth)
         guesses = [int(base.lm_head(each[0, end]).argmax()) for each, end in zip(states, ends, strict=True)]
         assert guesses == draft

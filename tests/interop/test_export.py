@@ -201,7 +201,7 @@ def test_an_eagle3_head_and_an_adapter_are_refused(base, tmp_path, capsys):
 def test_another_base_is_refused(base, tmp_path, capsys):
     chat_base(seed=9).save_pretrained(tmp_path / "other")
     heads = saved(tmp_path, base, plain_heads())
-    message = "was trained on another model .* than the base .*other': its output embedding is .* away"
+    message = "was trained on another model .* than the base .*other': its LM head is .* away"
     refuses(heads, tmp_path, capsys, message, "--base", str(tmp_path / "other"))
 
 
@@ -210,7 +210,7 @@ def test_a_base_whose_output_embedding_has_a_bias_takes_full_heads_only(tmp_path
     phi = PhiForCausalLM(PhiConfig(**sizes, num_hidden_layers=1, num_attention_heads=4))
     phi.save_pretrained(tmp_path / "phi")
     shared = saved(tmp_path, str(tmp_path / "phi"), plain_heads(), fingerprint=None)
-    refuses(shared, tmp_path, capsys, "the output embedding of .*phi' has a bias.*--unembedding full")
+    refuses(shared, tmp_path, capsys, "the LM head of .*phi' has a bias.*--unembedding full")
     full = save_heads(HeadsCheckpoint(plain_heads("full"), str(tmp_path / "phi")), tmp_path / "full")
     exported(str(full), tmp_path)
 

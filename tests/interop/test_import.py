@@ -292,7 +292,7 @@ def test_a_base_of_the_same_sizes_with_another_lm_head_is_refused(kind, base, tm
         message = "model.safetensors holds rows of the vocabulary for all heads, .*% away from the output"
     else:
         directory, _ = whole(tmp_path / "theirs", base, "one file")
-        message = "model.safetensors: lm_head.weight is not the output embedding of the base model .*other'"
+        message = "model.safetensors: lm_head.weight is not the LM head of the base model .*other'"
     words = ["import", str(directory), "--base", str(tmp_path / "other")]
     refused(words, tmp_path, capsys, message)
 

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 from tiny_chat import chat_base
 
-from medusa.engine import prepared_base
+from medusa.engine import apply_engine
 from medusa.heads.calibration import AnsweredTokens
 from medusa.measurement.evaluation import add_fidelity_table, compared, distances, fidelity, reader_of
 from medusa.measurement.report import Report
@@ -43,7 +43,7 @@ def test_a_model_is_read_at_the_same_positions_whatever_is_read_in_one_pass(toke
 def test_int8_is_farther_from_float32_than_float32_itself():
     base = chat_base()
     try:
-        others = {"packed": prepared_base(base, "packed"), "int8": prepared_base(base, "int8")}
+        others = {"packed": apply_engine(base, "packed"), "int8": apply_engine(base, "int8")}
     except ValueError as error:
         pytest.skip(str(error))
     found = compared(reader_of(base), {name: reader_of(each) for name, each in others.items()}, ROWS)

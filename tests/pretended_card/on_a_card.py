@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import medusa.decoding.static
 import pretended_card
 from medusa import CandidateTree, MedusaModel
-from medusa.base.causal_lm import home_device
+from medusa.base.causal_lm import lm_head_device
 from medusa.decoding.batch import BatchLimits, Row
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.steps import Steps
@@ -418,7 +418,7 @@ def test_heads_are_evaluated_on_a_base_in_several_places_as_on_the_cpu(models, n
         heads = Eagle3Head(Eagle3Config.of_base(models[0].base, max_depth=3, fused_layers=(1, 2, 3))).eval()
     expected = calibrate(models[0].base, heads, answers)
     sharded = base_at(name)
-    found = calibrate(sharded, heads.to(home_device(sharded)), answers)
+    found = calibrate(sharded, heads.to(lm_head_device(sharded)), answers)
     for ours, theirs in zip(found.ranks, expected.ranks, strict=True):
         assert torch.equal(ours, theirs)
 

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa import HeadsConfig, MedusaHeads
-from medusa.base.causal_lm import output_embedding, switch_length
+from medusa.base.causal_lm import lm_head, longrope_threshold
 from medusa.training.config import DataOptions, LossOptions
 from medusa.training.data.batching import MicroBatch, collate, plan_epoch, plan_in_order
 from medusa.training.data.dataset import Document, Documents
-from medusa.training.losses import added
+from medusa.training.losses import add_metrics
 from medusa.training.recipes.frozen import HeadsLoss, LossSums
-from medusa.training.states.base import LiveStates, check_packing
-from medusa.training.states.stored import BaseStates
+from medusa.training.states.base import OnlineHiddenStates, check_packing
+from medusa.training.states.stored import HiddenStateSource
 
 ROW = 64
 LENGTHS = st.lists(st.integers(2, ROW), min_size=1, max_size=60)
@@ -100,15 +100,15 @@ def test_packed_documents_have_the_losses_of_documents_alone(architecture):
     heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3))
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    states, loss = BaseStates.of(base), HeadsLoss(heads, LossOptions())
+    states, loss = HiddenStateSource.of(base), HeadsLoss(heads, LossOptions())
 
     @torch.no_grad()
     def sums_of(plan: list[MicroBatch]) -> LossSums:
         total = LossSums.zeros(3)
         for batch in plan:
             rows, padded = states.of_batch(documents, "training", batch, ())
-            given = rows, padded.aligned(3), output_embedding(base), torch.ones(3)
-            total = added(total, loss(*given)[1])
+            given = rows, padded.aligned(3), lm_head(base), torch.ones(3)
+            total = add_metrics(total, loss(*given)[1])
         return total
 
     alone = sums_of([[[index]] for index in range(5)])
@@ -127,18 +127,18 @@ def test_packed_documents_have_the_losses_of_documents_alone(architecture):
 @torch.no_grad()
 def test_a_longrope_base_reads_every_document_as_it_does_alone(plan):
     base, documents = longrope_model(), documents_of([SWITCH, 9, SWITCH + 1, 40, SWITCH - 2, 12])
-    batches = plan(documents.lengths, DataOptions(tokens_per_batch=400), switch_length(base))
+    batches = plan(documents.lengths, DataOptions(tokens_per_batch=400), longrope_threshold(base))
     assert sorted(in_plan(batches)) == list(range(6))
     assert len(batches) == 2, "one for each side"
     for batch in batches:
-        states = LiveStates(base)(collate(documents, batch))
+        states = OnlineHiddenStates(base)(collate(documents, batch))
         for row, (index,) in zip(states, batch, strict=True):
-            alone = LiveStates(base)(collate(documents, [[index]]))[0]
+            alone = OnlineHiddenStates(base)(collate(documents, [[index]]))[0]
             torch.testing.assert_close(row[: len(alone)], alone, rtol=1e-4, atol=1e-4)
 
 
 def test_packing_past_the_switch_of_a_longrope_base_is_refused():
-    live, documents = LiveStates(longrope_model()), documents_of([9, 12])
+    live, documents = OnlineHiddenStates(longrope_model()), documents_of([9, 12])
     with pytest.raises(ValueError, match=rf"max_length of at most {SWITCH}, got 25: .* --packing false, or"):
         check_packing(live, documents, DataOptions(packing=True, max_length=SWITCH + 1))
     options = DataOptions(packing=True, max_length=SWITCH, tokens_per_batch=400)

@@ -13,10 +13,10 @@ from conftest import CHECKOUT
 from tiny_training import MORTAL, accelerated, counting_rows, new_trainer, tiny_base, write_run
 from torch.utils.flop_counter import FlopCounterMode
 
-from medusa.base.causal_lm import output_embedding
+from medusa.base.causal_lm import lm_head
 from medusa.training.data.batching import PaddedBatch
-from medusa.training.states.base import LiveStates
-from medusa.training.states.stored import StoredStates
+from medusa.training.states.base import OnlineHiddenStates
+from medusa.training.states.stored import CachedHiddenStates
 
 PAGE = CHECKOUT / "docs" / "guides" / "scale.md"
 
@@ -124,7 +124,7 @@ def small(trainer) -> Base:
 def test_the_size_of_stored_states_is_the_codes_own(tmp_path, layers, dtype):
     trainer = new_trainer(tmp_path, counting_rows(20))
     documents, width = trainer.data.training, torch.finfo(getattr(torch, dtype)).bits // 8
-    states = StoredStates(tmp_path / "states", trainer.base, documents, 3, dtype, layers)
+    states = CachedHiddenStates(tmp_path / "states", trainer.base, documents, 3, dtype, layers)
     expected = states_of(documents.num_labels, len(documents), 3) * bytes_of_state(
         small(trainer), len(layers), width
     )
@@ -162,7 +162,7 @@ def test_the_operations_of_a_label_are_those_that_are_counted(tmp_path, objectiv
     given = trainer.recipe.read(trainer.training, "training", rows)
     num_scored = torch.from_numpy(trainer.num_scored.sum(0))
     with FlopCounterMode(display=False) as counter:
-        arguments = (*given, output_embedding(trainer.base), num_scored, trainer.recipe.teacher)
+        arguments = (*given, lm_head(trainer.base), num_scored, trainer.recipe.teacher)
         trainer.loss(*arguments)[0].backward()
     base, labels = small(trainer), trainer.training.num_labels
     expected = labels * operations_of_label(base, 3, base.vocab_size, objective == "kl")
@@ -173,6 +173,6 @@ def test_the_operations_of_a_token_of_the_base_are_two_for_each_weight(tmp_path)
     base = tiny_base()
     ids = torch.arange(64)[None] + 5
     with FlopCounterMode(display=False) as counter:
-        LiveStates(base)(PaddedBatch(ids, torch.arange(64)[None], ids > 0))
+        OnlineHiddenStates(base)(PaddedBatch(ids, torch.arange(64)[None], ids > 0))
     weights = sum(each.numel() for each in base.model.layers.parameters())
     assert counter.get_total_flops() == pytest.approx(2 * weights * 64, rel=0.02)  # but for attention's own

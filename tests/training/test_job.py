@@ -136,7 +136,7 @@ def test_a_finished_run_stays_as_it_is_and_a_higher_limit_goes_on_from_its_end(
     (run.heads / "notes.txt").write_text("a tuned tree")
     before = contents(run.path)
     with monkeypatch.context() as patch:
-        patch.setattr(job, "prepared", fails)  # nothing is loaded
+        patch.setattr(job, "build_trainer", fails)  # nothing is loaded
         train(**limit, evaluation_steps=2, tree_nodes=5, resume=resume)
     assert contents(run.path) == before
     assert "is finished" in capsys.readouterr().err
@@ -253,7 +253,7 @@ def test_what_a_killed_run_left_half_written_goes(tmp_path):
         run.path / ".notes.partial-of-a-stranger",
     ):
         path.mkdir(parents=True)
-    run.begin(configuration_of(base="tiny", data="rows.jsonl", output_dir=run.path, max_steps=1))
+    run.start(configuration_of(base="tiny", data="rows.jsonl", output_dir=run.path, max_steps=1))
     assert {path.name for path in run.path.rglob(".*")} == {".notes.partial-of-a-stranger"}
 
 
@@ -336,10 +336,10 @@ def test_only_the_main_process_looks_into_the_output_directory(tmp_path, monkeyp
     options = {"base": place / "base", "data": place / "rows.jsonl", "output_dir": run, "max_steps": 1}
     slow: Any = SimpleNamespace(is_main_process=False, num_processes=2)
     monkeypatch.setattr(processes, "broadcast_object_list", lambda values: [None, False])
-    with job.claimed(configuration_of(**options), slow):
+    with job.locked_run(configuration_of(**options), slow):
         pass
     monkeypatch.setattr(processes, "broadcast_object_list", lambda values: [None, True])
-    with pytest.raises(SystemExit, match="1"), job.claimed(configuration_of(**options), slow):
+    with pytest.raises(SystemExit, match="1"), job.locked_run(configuration_of(**options), slow):
         pass
 
 

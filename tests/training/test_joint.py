@@ -25,7 +25,7 @@ from tiny_training import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.base.causal_lm import hidden_states, output_embedding
+from medusa.base.causal_lm import hidden_states, lm_head
 from medusa.training.config import JointOptions
 from medusa.training.data.batching import collate
 from medusa.training.losses import Alignment, align, teacher_of
@@ -102,7 +102,7 @@ def test_self_distillation_asks_for_the_states_without_the_adapter():
 def plain_loss(trainer: Trainer, batch: list[list[int]], num_targets: Tensor) -> Tensor:
     """L_base + lambda_0 * L_heads, target by target, as the definition says."""
     padded = collate(trainer.data.training, batch)
-    base, embedding = trainer.base, output_embedding(trainer.base)
+    base, embedding = trainer.base, lm_head(trainer.base)
     with torch.no_grad():
         for layer in base.modules():
             if isinstance(layer, peft.tuners.lora.Linear):
@@ -111,7 +111,7 @@ def plain_loss(trainer: Trainer, batch: list[list[int]], num_targets: Tensor) ->
         for layer in base.modules():
             if isinstance(layer, peft.tuners.lora.Linear):
                 layer._disable_adapters = False
-    layers = trainer.heads.reads_layers
+    layers = trainer.heads.aux_layers
     hidden = hidden_states(base, padded.input_ids, position_ids=padded.positions, layers=layers)
     read, hidden = trainer.heads.fuse(hidden), hidden[..., :32]
     options, total = trainer.configuration.joint, torch.zeros(())
@@ -150,7 +150,7 @@ def test_loss_and_gradients_of_heads_and_adapter_are_those_of_plain_autograd(
     num_targets = torch.tensor([50, 40, 30, 20])
     trainer.loss.is_joint = True
     source = partial(trainer.recipe.read, trainer.data.training, "training")
-    loss, _ = trainer.loss(*source(batch), output_embedding(trainer.base), num_targets)
+    loss, _ = trainer.loss(*source(batch), lm_head(trainer.base), num_targets)
     expected = plain_loss(trainer, batch, num_targets)
     torch.testing.assert_close(loss, expected)
     parameters = list(trainer.loss.parameters())
@@ -179,7 +179,7 @@ def test_gradient_checkpointing_gives_the_same_gradients_and_keeps_less(tmp_path
         kept = []
         torch.manual_seed(0)
         with torch.autograd.graph.saved_tensors_hooks(partial(note, kept), lambda t: t):
-            loss, _ = trainer.loss(*given, output_embedding(trainer.base), torch.tensor([50, 40, 30, 20]))
+            loss, _ = trainer.loss(*given, lm_head(trainer.base), torch.tensor([50, 40, 30, 20]))
         gradients = torch.autograd.grad(loss, list(trainer.loss.parameters()))
         found.append((loss, gradients, sum(kept)))
     (plain, gradients, much), (again, same, little) = found
@@ -195,7 +195,7 @@ def test_heads_held_to_the_base_are_held_to_the_adapted_one(tmp_path, rows):
     disturb(trainer.recipe.trained_adapter, std=0.5)
     batch, ones = [[0], [3]], torch.ones(4)
     source = partial(trainer.recipe.read, trainer.data.training, "training")
-    embedding = output_embedding(trainer.base)
+    embedding = lm_head(trainer.base)
     with torch.no_grad():
         given, alignment = source(batch)
         joined = given.padded
@@ -298,7 +298,7 @@ def test_the_first_stage_gives_the_adapter_zero_gradients_rather_than_none(tmp_p
     trainer = new_trainer(tmp_path, rows)
     source, embedding = (
         partial(trainer.recipe.read, trainer.data.training, "training"),
-        output_embedding(trainer.base),
+        lm_head(trainer.base),
     )
     for batch, is_joint in (([[0]], False), ([], False), ([], True)):
         trainer.loss.is_joint = is_joint

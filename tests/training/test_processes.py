@@ -163,13 +163,13 @@ def test_a_shard_is_never_taken_for_a_whole_tensor():
     ids=["none", "float", "tensor"],
 )
 def test_a_gradient_norm_is_a_number_however_it_is_given(number, expected):
-    assert float(processes.whole_number(number, torch.device("cpu"))) == expected
+    assert float(processes.full_scalar(number, torch.device("cpu"))) == expected
 
 
 @pytest.mark.parametrize("num_batches", [1, 2, 5, 6])
 def test_every_process_gets_as_many_micro_batches_and_none_gets_lost(num_batches):
     batches = [[[index]] for index in range(num_batches)]
     processes_of_two = (SimpleNamespace(process_index=index, num_processes=2) for index in (0, 1))
-    shares: Any = [processes.share_of(batches, each) for each in processes_of_two]
+    shares: Any = [processes.local_shard(batches, each) for each in processes_of_two]
     assert len(shares[0]) == len(shares[1])
     assert sorted(batch for share in shares for batch in share if batch) == batches

@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from medusa import HeadsCheckpoint, load_heads, save_heads
-from medusa.base.causal_lm import hidden_size, hidden_states, logit_scale, output_embedding
+from medusa.base.causal_lm import hidden_size, hidden_states, lm_head, logit_scale
 from medusa.training.config import BaseOptions, DataOptions
 from medusa.training.data.batching import collate
 from medusa.training.data.dataset import Document, Documents
@@ -41,14 +41,14 @@ from medusa.training.losses import teacher_of
 from medusa.training.recipes.frozen import new_heads
 from medusa.training.run import job
 from medusa.training.states.base import (
-    LiveStates,
+    OnlineHiddenStates,
     check_causal,
     check_documents,
     check_packing,
     load_live,
     load_without_layers,
 )
-from medusa.training.states.stored import BaseStates
+from medusa.training.states.stored import HiddenStateSource
 
 BASES = {
     "t5": lambda: T5ForConditionalGeneration(
@@ -75,7 +75,7 @@ def test_a_base_that_is_not_causal_is_refused(tmp_path, name):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_causal_base_is_not_refused(architecture):
-    check_causal(LiveStates(tiny_model(architecture)), architecture)
+    check_causal(OnlineHiddenStates(tiny_model(architecture)), architecture)
 
 
 @pytest.mark.parametrize("attention", ["eager", pytest.param("flex_attention", marks=pytest.mark.slow)])
@@ -198,9 +198,9 @@ def documents_of(largest: int = 60, length: int = 20) -> Documents:
 def test_packing_on_a_base_that_lets_documents_see_each_other_is_refused(name):
     torch.manual_seed(0)
     base = LEAKING[name]().eval()
-    check_packing(LiveStates(base), documents_of(), DataOptions(data=["x"], packing=False))
+    check_packing(OnlineHiddenStates(base), documents_of(), DataOptions(data=["x"], packing=False))
     with pytest.raises(ValueError, match=r"packing must keep documents apart.*--packing false"):
-        check_packing(LiveStates(base), documents_of(), DataOptions(data=["x"], packing=True))
+        check_packing(OnlineHiddenStates(base), documents_of(), DataOptions(data=["x"], packing=True))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma3", "phi", "mixtral-moe"])
@@ -208,7 +208,9 @@ def test_packing_on_a_base_that_lets_documents_see_each_other_is_refused(name):
 def test_packing_on_a_base_that_keeps_documents_apart_is_taken(name, dtype):
     base = type(tiny_model(name))(tiny_model(name).config)
     base.load_state_dict(tiny_model(name).state_dict())
-    check_packing(LiveStates(base.to(dtype).eval()), documents_of(), DataOptions(data=["x"], packing=True))
+    check_packing(
+        OnlineHiddenStates(base.to(dtype).eval()), documents_of(), DataOptions(data=["x"], packing=True)
+    )
 
 
 def test_tokens_and_lengths_beyond_the_base_are_refused():
@@ -231,13 +233,13 @@ def test_new_heads_give_probabilities_of_the_size_of_the_bases_own(tmp_path, nam
     configuration = configuration_of(
         base="x", data="x", output_dir="x", max_steps=1, unembedding=unembedding, reads_path=False, **size
     )
-    heads = new_heads(configuration, BaseStates.of(base), documents)
+    heads = new_heads(configuration, HiddenStateSource.of(base), documents)
     ids = torch.tensor([documents[0].tokens.tolist()])
     with torch.no_grad():
         states, own = hidden_states(base, ids), base(input_ids=ids).logits
         ours = [
-            heads(states, output_embedding(base))[:, :, 0],
-            heads.logits_of(1, states, output_embedding(base)),
+            heads(states, lm_head(base))[:, :, 0],
+            heads.logits_of(1, states, lm_head(base)),
         ]
     for logits in ours:  # untrained, a head is the base's own
         torch.testing.assert_close(logits, own, rtol=1e-4, atol=1e-4)
@@ -252,6 +254,6 @@ def test_a_base_that_does_not_scale_has_scale_1(name):
 
 
 def test_packing_is_refused_for_a_base_that_keeps_a_state():
-    live, packed = LiveStates(stateful_model("lfm2")), DataOptions(data=["x"], packing=True)
+    live, packed = OnlineHiddenStates(stateful_model("lfm2")), DataOptions(data=["x"], packing=True)
     with pytest.raises(ValueError, match="Lfm2ForCausalLM keeps a state, which goes on from a document"):
         check_packing(live, documents_of(), packed)

@@ -27,7 +27,7 @@ from tiny_training import (
 from transformers import AutoModelForCausalLM
 
 from medusa import HeadsConfig, MedusaHeads
-from medusa.base.causal_lm import output_embedding
+from medusa.base.causal_lm import lm_head
 from medusa.console import ProgressReporter
 from medusa.training.config import DataOptions, LossOptions
 from medusa.training.data.batching import collate
@@ -36,9 +36,9 @@ from medusa.training.data.loading import load_data
 from medusa.training.losses import teacher_of
 from medusa.training.recipes.frozen import HeadsLoss
 from medusa.training.states import format as states_format
-from medusa.training.states.base import LiveStates
+from medusa.training.states.base import OnlineHiddenStates
 from medusa.training.states.format import StatesDirectory, digest_of_weights
-from medusa.training.states.stored import BaseStates, StoredStates
+from medusa.training.states.stored import CachedHiddenStates, HiddenStateSource
 
 NUM_HEADS = 3
 BATCH = [[[4], [0]], [[2], [1]]]
@@ -52,17 +52,21 @@ def documents_of(seed: int = 0) -> Documents:
     )
 
 
-def states_of(directory: Path, documents: Documents, dtype="float32", layers=(), reads_text=False, base=None):
+def states_of(
+    directory: Path, documents: Documents, dtype="float32", layers=(), needs_context=False, base=None
+):
     base = tiny_model("llama") if base is None else base
-    return StoredStates(directory, base, documents, NUM_HEADS, dtype, layers, reads_text)
+    return CachedHiddenStates(directory, base, documents, NUM_HEADS, dtype, layers, needs_context)
 
 
-def stored(directory: Path, documents: Documents, replace: bool = False, **options) -> StoredStates:
+def stored(directory: Path, documents: Documents, replace: bool = False, **options) -> CachedHiddenStates:
     """The states of ``documents``, stored by one process."""
     states = states_of(directory, documents, **options)
     base = options.get("base") or tiny_model("llama")
     line = ProgressReporter("states", Console(quiet=True))
-    states.compute(states.begin(replace, line), LiveStates(base), DataOptions(tokens_per_batch=64), line)
+    states.compute(
+        states.open(replace, line), OnlineHiddenStates(base), DataOptions(tokens_per_batch=64), line
+    )
     states.check(range(len(states.ends)))
     return states
 
@@ -72,11 +76,13 @@ class Feed(NamedTuple):
 
     documents: Documents
     layers: tuple[int, ...] = ()
-    stored: StoredStates | None = None
+    stored: CachedHiddenStates | None = None
 
     def __call__(self, batch):
         base = tiny_model("llama")
-        states = BaseStates(base, LiveStates(base), {} if self.stored is None else {"training": self.stored})
+        states = HiddenStateSource(
+            base, OnlineHiddenStates(base), {} if self.stored is None else {"training": self.stored}
+        )
         rows, padded = states.of_batch(self.documents, "training", batch, self.layers)
         return rows, padded.aligned(NUM_HEADS)
 
@@ -96,7 +102,7 @@ def losses(source: Feed, layers=()) -> torch.Tensor:
     module = HeadsLoss(heads, LossOptions("kl"))
     with torch.no_grad():
         results = [
-            module(*source(batch), output_embedding(base), torch.ones(NUM_HEADS), teacher_of(base))[1]
+            module(*source(batch), lm_head(base), torch.ones(NUM_HEADS), teacher_of(base))[1]
             for batch in BATCH
         ]
     return torch.stack([sums.loss for sums in results])
@@ -115,7 +121,7 @@ def test_stored_states_give_the_losses_of_the_base(tmp_path, dtype, tolerance, l
 def test_a_row_has_its_states_where_they_are_kept_and_zeros_elsewhere(tmp_path):
     documents = documents_of()
     states = stored(tmp_path, documents)
-    live = LiveStates(tiny_model("llama"))(collate(documents, [[3]]))[0]
+    live = OnlineHiddenStates(tiny_model("llama"))(collate(documents, [[3]]))[0]
     needed = torch.from_numpy(states.needed[states.span(3)])
     assert 0 < needed.sum() < len(needed)
     torch.testing.assert_close(states.row(3)[needed], live[needed])
@@ -125,7 +131,7 @@ def test_a_row_has_its_states_where_they_are_kept_and_zeros_elsewhere(tmp_path):
 @pytest.mark.parametrize("batch", [[[4], [0]], [[2, 1], [3, 4]], []], ids=["padded", "packed", "empty"])
 def test_stored_features_are_those_of_the_base(tmp_path, batch):
     documents = documents_of()
-    feed = fill(tmp_path, documents, reads_text=True)
+    feed = fill(tmp_path, documents, needs_context=True)
     states = feed.stored
     ends = [documents.is_label[states.span(index)].nonzero()[0][-1] for index in range(len(documents))]
     assert states.num_bytes == sum(ends) * 32 * 4, "all up to the one before the last label"
@@ -145,7 +151,7 @@ def small_shards(monkeypatch):
 
 def test_states_of_the_same_documents_are_used_again(tmp_path, monkeypatch):
     fill(tmp_path, documents_of())
-    monkeypatch.setattr(LiveStates, "__call__", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr(OnlineHiddenStates, "__call__", lambda *_: pytest.fail("computed again"))
     fill(tmp_path, documents_of())
 
 
@@ -164,13 +170,13 @@ def test_states_of_something_else_are_refused_and_made_anew_when_overwriting(tmp
     with pytest.raises(ValueError, match=rf"manifest.json is of other states: {change} was.*Delete"):
         stored(tmp_path, documents, base=base, **options)
     made_anew = stored(tmp_path, documents, replace=True, base=base, **options)
-    live = LiveStates(base)(collate(documents, [[0]]), options["layers"])[0]
+    live = OnlineHiddenStates(base)(collate(documents, [[0]]), options["layers"])[0]
     needed = torch.from_numpy(made_anew.needed[made_anew.span(0)])
     torch.testing.assert_close(made_anew.of([0]).float(), live[needed], rtol=3e-3, atol=3e-3)
 
 
 def test_other_weights_at_the_same_path_are_noticed(tmp_path):
-    """The output embedding, the sizes and the name stay what they were."""
+    """The LM head, the sizes and the name stay what they were."""
     save_tiny_base(tmp_path / "base")
 
     def loaded():
@@ -219,19 +225,19 @@ def test_states_of_full_precision_serve_runs_of_less_and_are_completed_as_they_b
 
 def test_a_run_that_died_goes_on_at_the_first_missing_shard(tmp_path, small_shards, monkeypatch):
     documents, computed = documents_of(), []
-    compute = StoredStates._computed
+    compute = CachedHiddenStates._computed
 
-    def mortal(states: StoredStates, shard: int, *arguments):
+    def mortal(states: CachedHiddenStates, shard: int, *arguments):
         if len(computed) == 2:
             raise KeyboardInterrupt
         computed.append(shard)
         return compute(states, shard, *arguments)
 
-    monkeypatch.setattr(StoredStates, "_computed", mortal)
+    monkeypatch.setattr(CachedHiddenStates, "_computed", mortal)
     with pytest.raises(KeyboardInterrupt):
         fill(tmp_path, documents)
     monkeypatch.setattr(
-        StoredStates,
+        CachedHiddenStates,
         "_computed",
         lambda self, shard, *rest: computed.append(shard) or compute(self, shard, *rest),
     )
@@ -246,11 +252,11 @@ def test_several_processes_write_the_same_shards_as_one(tmp_path, small_shards):
     documents, line = documents_of(), ProgressReporter("states", Console(quiet=True))
     alone = stored(tmp_path / "alone", documents)
     together = states_of(tmp_path / "together", documents)
-    missing = together.begin(False, line)
+    missing = together.open(False, line)
     for rank in (1, 0):  # in any order
         ours = states_of(tmp_path / "together", documents)
         ours.compute(
-            missing[rank::2], LiveStates(tiny_model("llama")), DataOptions(tokens_per_batch=64), line
+            missing[rank::2], OnlineHiddenStates(tiny_model("llama")), DataOptions(tokens_per_batch=64), line
         )
     assert len(missing) > 2
     together.check(missing)
@@ -304,14 +310,14 @@ def test_a_disk_with_too_little_room_is_noticed_before_writing(tmp_path, monkeyp
 def test_the_size_is_announced_before_writing(tmp_path, small_shards):
     said = io.StringIO()
     states = states_of(tmp_path, documents_of())
-    states.begin(False, ProgressReporter("states", Console(file=said, width=300)))
+    states.open(False, ProgressReporter("states", Console(file=said, width=300)))
     assert f"{len(states.ends)} of {len(states.ends)} shards" in said.getvalue()
     assert "MiB to write" in said.getvalue()
 
 
 def test_a_writer_that_gives_too_little_or_what_no_number_is_is_refused(tmp_path):
     states, line = states_of(tmp_path, documents_of(), "float16"), ProgressReporter("", Console(quiet=True))
-    states.begin(False, line)
+    states.open(False, line)
     given = [(index, torch.ones(int(length), 32)) for index, length in enumerate(documents_of().lengths)]
     with pytest.raises(ValueError, match=r"shard 0 lacks the states of documents \[4\]"):
         states.write(0, given[:-1], "test")
@@ -359,8 +365,10 @@ def test_a_change_of_any_tensor_changes_the_digest_of_the_weights(tmp_path, kind
 def test_the_stored_states_of_a_longrope_base_are_those_that_each_document_has_alone(tmp_path):
     base, documents = longrope_model(), documents_of()
     states, line = states_of(tmp_path, documents, base=base), ProgressReporter("states", Console(quiet=True))
-    states.compute(states.begin(False, line), LiveStates(base), DataOptions(tokens_per_batch=1000), line)
+    states.compute(
+        states.open(False, line), OnlineHiddenStates(base), DataOptions(tokens_per_batch=1000), line
+    )
     for index in range(len(documents)):
-        alone = LiveStates(base)(collate(documents, [[index]]))[0]
+        alone = OnlineHiddenStates(base)(collate(documents, [[index]]))[0]
         needed = torch.from_numpy(states.needed[states.span(index)])
         torch.testing.assert_close(states.of([index]), alone[needed], rtol=1e-4, atol=1e-4)

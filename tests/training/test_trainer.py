@@ -48,7 +48,7 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", [{}, EAGLE3], ids=["medusa", "eagle3"])
 def test_training_lowers_the_held_out_loss_and_leaves_the_base_alone(tmp_path, rows, kind):
     trainer = new_trainer(tmp_path, rows, max_steps=30, **kind)
-    trainer.run.begin(trainer.configuration)
+    trainer.run.start(trainer.configuration)
     before = trainer.evaluate()
     metrics = trainer.train()
     assert metrics["held_out/loss"] < 0.8 * before["held_out/loss"]
@@ -92,7 +92,7 @@ def test_larger_heads_begin_as_the_heads_that_they_start_from(tmp_path, rows, mo
     metrics = first.train()
     given = save_heads(HeadsCheckpoint(first.heads, base_model="tiny"), tmp_path / "given")
     again = new_trainer(tmp_path / "again", rows, start_from=given, **more)
-    again.run.begin(again.configuration)
+    again.run.start(again.configuration)
     before = again.evaluate()
     assert before["held_out/loss"] == pytest.approx(metrics["held_out/loss"], rel=1e-5)
     again.train()
@@ -207,7 +207,7 @@ def test_no_process_leaves_before_the_checkpoint_has_its_name(tmp_path, rows, mo
     """The end of one process makes a launcher stop the others, among them the one that writes."""
     trainer, there = new_trainer(tmp_path, rows), []
     target = trainer.run.checkpoints / "step-00000000"
-    trainer.run.begin(trainer.configuration)
+    trainer.run.start(trainer.configuration)
     monkeypatch.setattr(trainer.accelerator, "wait_for_everyone", lambda: there.append(target.exists()))
     trainer.checkpoint()
     assert there[-1] and not there[0]
@@ -405,7 +405,7 @@ def test_a_run_plans_for_the_switch_of_its_base(tmp_path, rows, monkeypatch):
     lengths = trainer.training.lengths
     switch = int(np.median(lengths))
     assert {len({lengths[index] > switch for (index,) in batch}) for (batch,) in trainer._plan(0)} == {1, 2}
-    monkeypatch.setattr("medusa.training.run.trainer.switch_length", lambda base: switch)
+    monkeypatch.setattr("medusa.training.run.trainer.longrope_threshold", lambda base: switch)
     assert {len({lengths[index] > switch for (index,) in batch}) for (batch,) in trainer._plan(0)} == {1}
 
 

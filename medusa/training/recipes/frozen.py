@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from medusa.base.causal_lm import output_embedding
-from medusa.heads.ahead import AheadHead, drafted_states
+from medusa.base.causal_lm import lm_head
+from medusa.heads.autoregressive_head import AutoregressiveHead, unroll
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.training.config import LossOptions, TrainingConfiguration
 from medusa.training.data.dataset import Documents, trained_on
 from medusa.training.losses import Alignment, FusedLoss, LossSums, SplitHeads, Teacher, needed_states
 from medusa.training.recipes.recipe import Recipe, built_heads
-from medusa.training.states.stored import BaseStates, StateBatch
+from medusa.training.states.stored import HiddenStateSource, StateBatch
 
 _SCALE_DOCUMENTS = 16
 """Documents in which the sizes of states are measured."""
@@ -37,33 +37,35 @@ class MedusaRecipe(Recipe):
 
     loss: HeadsLoss
 
-    def __init__(self, configuration: TrainingConfiguration, states: BaseStates, training: Documents):
+    def __init__(self, configuration: TrainingConfiguration, states: HiddenStateSource, training: Documents):
         heads = new_heads(configuration, states, training)
         super().__init__(configuration, states, heads, HeadsLoss(heads, configuration.loss))
 
-    def split(self, mesh: DeviceMesh) -> list[nn.Parameter]:
+    def shard(self, mesh: DeviceMesh) -> list[nn.Parameter]:
         self.loss.split = SplitHeads(self.loss.heads, mesh)
         return self.loss.split.parameters
 
 
-def new_heads(configuration: TrainingConfiguration, states: BaseStates, training: Documents) -> MedusaHeads:
+def new_heads(
+    configuration: TrainingConfiguration, states: HiddenStateSource, training: Documents
+) -> MedusaHeads:
     """New Medusa heads on the base's device, in float32.
 
-    They start as ``start_from`` says; without it as the base's own output embedding.
+    They start as ``start_from`` says; without it as the base's own LM head.
 
     Raises:
         ValueError: the heads to start from have other options.
     """
     heads = built_heads(configuration, states.base, training)
     if configuration.heads.start_from is None:
-        heads.initialise_from(output_embedding(states.base))
-    if heads.reads_layers and not heads.fusion.weight.any():
+        heads.initialise_from(lm_head(states.base))
+    if heads.aux_layers and not heads.fusion.weight.any():
         documents = trained_on(training, configuration.data)
         found = []
         for index in documents.spread(_SCALE_DOCUMENTS):
             is_label = torch.from_numpy(documents[index].is_label)
             needed = needed_states(is_label, torch.arange(len(is_label)), heads.num_heads)
-            given = states.of_document(documents, "training", index, heads.reads_layers)
+            given = states.of_document(documents, "training", index, heads.aux_layers)
             found.append(given[needed.to(given.device)].to(heads.layer_scale.device))
         heads.set_layer_scale(torch.cat(found))
     return heads
@@ -81,7 +83,7 @@ class HeadsLoss(nn.Module):
         self,
         states: Tensor | StateBatch,
         alignment: Alignment,
-        output_embedding: nn.Module,
+        lm_head: nn.Module,
         num_scored: Tensor,
         teacher: Teacher | None = None,
     ) -> tuple[Tensor, LossSums]:
@@ -90,7 +92,7 @@ class HeadsLoss(nn.Module):
         Args:
             states: rows of states that ``alignment`` counts row by row, or the states alone,
                 (P, (1 + L) * D); gradients reach them when they want them.
-            output_embedding: the base's; never trained here.
+            lm_head: the base's; never trained here.
             num_scored: (K,) targets of the whole optimisation step, all micro-batches and processes.
             teacher: needed by every objective but "ce".
         """
@@ -102,7 +104,7 @@ class HeadsLoss(nn.Module):
 
         def logits_of(index: int, block: slice, states: Tensor) -> Tensor:
             path = alignment.path(index + 1, block) if heads.config.reads_path else None
-            return heads.logits_of(index, states, output_embedding, path)
+            return heads.logits_of(index, states, lm_head, path)
 
         work = FusedLoss.of_heads(
             alignment,
@@ -118,19 +120,19 @@ class HeadsLoss(nn.Module):
         return work(fused, list(heads.parameters())), work.sums
 
 
-class AheadRecipe(Recipe):
+class AutoregressiveRecipe(Recipe):
     """Such a head alone."""
 
-    def __init__(self, configuration: TrainingConfiguration, states: BaseStates, training: Documents):
+    def __init__(self, configuration: TrainingConfiguration, states: HiddenStateSource, training: Documents):
         head = built_heads(configuration, states.base, training)
-        loss = AheadLoss(head, configuration.loss, states.base.get_input_embeddings())
+        loss = AutoregressiveLoss(head, configuration.loss, states.base.get_input_embeddings())
         super().__init__(configuration, states, head, loss)
 
 
-class AheadLoss(nn.Module):
+class AutoregressiveLoss(nn.Module):
     """The head and its loss."""
 
-    def __init__(self, head: AheadHead, options: LossOptions, embed: Callable[[Tensor], Tensor]):
+    def __init__(self, head: AutoregressiveHead, options: LossOptions, embed: Callable[[Tensor], Tensor]):
         """``embed``: tokens (B, T) long -> the base's own embeddings (B, T, D) of them."""
         super().__init__()
         self.head, self.options = head, options
@@ -140,7 +142,7 @@ class AheadLoss(nn.Module):
         self,
         batch: StateBatch,
         alignment: Alignment,
-        output_embedding: nn.Module,
+        lm_head: nn.Module,
         num_scored: Tensor,
         teacher: Teacher | None = None,
     ) -> tuple[Tensor, LossSums]:
@@ -148,7 +150,7 @@ class AheadLoss(nn.Module):
 
         Args:
             alignment: its sources count the B * T positions of ``batch`` row by row.
-            output_embedding: the base's; never trained here.
+            lm_head: the base's; never trained here.
             num_scored: (K,) targets of the whole optimisation step, all micro-batches and processes.
             teacher: needed by every objective but "ce".
         """
@@ -157,7 +159,7 @@ class AheadLoss(nn.Module):
         # The entry that ends at the token before the target is the one that depth 1 predicts it from.
         entries = alignment.sources[1].clamp(min=0)
         embedded = self._embed[0](batch.next_tokens).detach()
-        by_depth = drafted_states(head, batch.hidden, embedded, batch.positions)
+        by_depth = unroll(head, batch.hidden, embedded, batch.positions)
         drafted = torch.stack([each.flatten(0, 1)[entries] for each in by_depth])
         is_scored = alignment.sources[1:] >= 0  # (K, S)
         own = torch.arange(is_scored.numel(), device=is_scored.device).view_as(is_scored)
@@ -168,7 +170,7 @@ class AheadLoss(nn.Module):
             sources=own.masked_fill(~is_scored, -1),
             num_scored=num_scored,
             num_columns=head.num_columns,
-            logits_of=lambda index, block, states: head.unembedded(states, output_embedding),
+            logits_of=lambda index, block, states: head.unembedded(states, lm_head),
             teacher_states=lambda block: truth[alignment.sources[0, block]],
         )
         return work(drafted.flatten(0, 1)), work.sums  # of (K * S, D)

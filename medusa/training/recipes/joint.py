@@ -26,7 +26,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from medusa.base.causal_lm import CausalLM, decoder_layers, hidden_states, output_embedding, vocab_size
+from medusa.base.causal_lm import CausalLM, decoder_layers, hidden_states, lm_head, vocab_size
 from medusa.heads.adapter import Adapter, injected, linear_sizes, peft_library
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.training.config import JointOptions, TrainingConfiguration
@@ -38,13 +38,13 @@ from medusa.training.losses import (
     LossSums,
     TargetBlock,
     Teacher,
-    added,
+    add_metrics,
     expected,
     teacher_of,
 )
 from medusa.training.recipes.frozen import HeadsLoss, new_heads
 from medusa.training.recipes.recipe import Recipe, RunState
-from medusa.training.states.stored import BaseStates
+from medusa.training.states.stored import HiddenStateSource
 
 
 class JointRecipe(Recipe):
@@ -53,7 +53,7 @@ class JointRecipe(Recipe):
     loss: _JointLoss
     result = "heads and adapter"
 
-    def __init__(self, configuration: TrainingConfiguration, states: BaseStates, training: Documents):
+    def __init__(self, configuration: TrainingConfiguration, states: HiddenStateSource, training: Documents):
         """The base gets the adapter into its layers."""
         base, options = states.base, configuration.joint
         heads = new_heads(configuration, states, training)
@@ -115,7 +115,7 @@ class JointRecipe(Recipe):
         own = np.array([documents[index].is_label[1:].sum() for index in range(len(documents))], np.int64)
         return np.concatenate([own[:, None], super().count_targets(documents)], axis=1)
 
-    def no_sums(self, device: torch.device) -> _JointSums:
+    def zero_metrics(self, device: torch.device) -> _JointSums:
         return _JointSums(LossSums.zeros(self.heads.num_heads, device), _BaseSums.zeros(device))
 
     def adapter(self) -> Adapter:
@@ -208,7 +208,7 @@ class BaseLoss:
 
         def observe(log_q: Tensor, seen: TargetBlock) -> None:
             nonlocal sums
-            sums = added(sums, _compared(log_q, seen))
+            sums = add_metrics(sums, _compared(log_q, seen))
 
         work = FusedLoss(
             columns=own.columns,
@@ -269,7 +269,7 @@ class _JointLoss(nn.Module):
         self,
         batch: _JointBatch,
         alignment: Alignment,
-        output_embedding: nn.Module,
+        lm_head: nn.Module,
         num_scored: Tensor,
         teacher: Teacher | None = None,
     ) -> tuple[Tensor, _JointSums]:
@@ -277,7 +277,7 @@ class _JointLoss(nn.Module):
 
         Args:
             alignment: its sources count the B * T positions of ``batch`` row by row.
-            output_embedding: the base's; never trained here.
+            lm_head: the base's; never trained here.
             num_scored: (K + 1,) targets of the whole optimisation step, those of the base's own row first.
             teacher: needed by every objective of the heads but "ce". The adapted base is the heads'
                 teacher: its text is what they have to guess.
@@ -289,20 +289,20 @@ class _JointLoss(nn.Module):
                 reference = self._states(batch.padded)
         if not self.is_joint and not is_measuring:
             assert reference is not None
-            loss, sums = self.heads_loss(reference, alignment, output_embedding, num_scored[1:], teacher)
+            loss, sums = self.heads_loss(reference, alignment, lm_head, num_scored[1:], teacher)
             # Every process of a launch must have a gradient for every parameter.
             loss = self._lambda_0 * loss + 0 * sum(each.sum() for each in self.adapter.values())
             return loss, _JointSums(sums, _BaseSums.zeros(loss.device))
         with nullcontext() if is_measuring else self._adapted._dropping_out():
             hidden = self._states(batch.padded)
-        heads_loss, sums = self.heads_loss(hidden, alignment, output_embedding, num_scored[1:], teacher)
+        heads_loss, sums = self.heads_loss(hidden, alignment, lm_head, num_scored[1:], teacher)
         before = None if reference is None else reference[:, :size]
         base_loss, base_sums = self._base_loss(hidden[:, :size], before, batch.own, num_scored[0])
         return base_loss + self._lambda_0 * heads_loss, _JointSums(sums, base_sums)
 
     def _states(self, padded: PaddedBatch) -> Tensor:
         """(P, (1 + L) * D), of the base as it is now."""
-        layers = self.heads_loss.heads.reads_layers
+        layers = self.heads_loss.heads.aux_layers
         states = hidden_states(
             self._adapted.base, padded.input_ids, position_ids=padded.positions, layers=layers
         )
@@ -395,9 +395,9 @@ def target_layers(base: CausalLM, targets: list[str]) -> list[str]:
     """Full names of the linear layers that ``targets``, the ends of their names, ask for; none asks for all.
 
     Raises:
-        ValueError: a target is no linear layer, or is the output embedding.
+        ValueError: a target is no linear layer, or is the LM head.
     """
-    unembedding = output_embedding(base)
+    unembedding = lm_head(base)
     linear = [name for name, each in base.named_modules() if linear_sizes(each) and each is not unembedding]
     for target in targets:
         if not any(_ends_in(name, target) for name in linear):

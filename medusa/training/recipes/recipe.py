@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from medusa.base.causal_lm import CausalLM, logit_scale
 from medusa.heads.adapter import Adapter
-from medusa.heads.ahead import Heads
+from medusa.heads.autoregressive_head import Heads
 from medusa.heads.checkpoint import KINDS, load_heads
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.heads.mtp import MtpHead, own_head
@@ -26,7 +26,7 @@ from medusa.training.config import TrainingConfiguration
 from medusa.training.data.batching import MicroBatch, PaddedBatch
 from medusa.training.data.dataset import Documents
 from medusa.training.losses import Alignment, LossSums, teacher_of
-from medusa.training.states.stored import BaseStates
+from medusa.training.states.stored import HiddenStateSource
 
 
 @dataclass
@@ -57,7 +57,7 @@ class RunState:
     most_tokens_per_step: float = 0.0
     """On held-out documents, of the heads in best/."""
     remedies: dict[str, Any] = field(default_factory=dict)
-    """The values of :data:`medusa.training.config.REMEDIES`."""
+    """The values of :data:`medusa.training.config.MEMORY_KEYS`."""
     changes: list[str] = field(default_factory=list)
     """What resumed runs changed of them, and at which step."""
     files: dict[str, str] = field(default_factory=dict)
@@ -75,10 +75,10 @@ class Recipe:
     """What ends up in the heads directory, in words."""
 
     def __init__(
-        self, configuration: TrainingConfiguration, states: BaseStates, heads: Heads, loss: nn.Module
+        self, configuration: TrainingConfiguration, states: HiddenStateSource, heads: Heads, loss: nn.Module
     ):
         """``loss`` is what is wrapped and optimised. It is called with what :meth:`read` gives, the base's
-        output embedding, the targets of the whole step (K,) and the teacher; the loss () and its sums come
+        LM head, the targets of the whole step (K,) and the teacher; the loss () and its sums come
         back."""
         self.configuration, self.states, self.heads, self.loss = configuration, states, heads, loss
         self.teacher = teacher_of(states.base, heads.token_map) if configuration.loss.needs_teacher else None
@@ -105,7 +105,7 @@ class Recipe:
     def read(self, documents: Documents, name: str, batch: MicroBatch) -> tuple[Any, Alignment]:
         """What the loss reads of a micro-batch of ``documents``, whose states are stored under ``name`` if at
         all, and the alignment with it, which counts the B * T positions row by row."""
-        rows, padded = self.states.of_batch(documents, name, batch, self.heads.reads_layers)
+        rows, padded = self.states.of_batch(documents, name, batch, self.heads.aux_layers)
         return rows, self.aligned(padded)
 
     def aligned(self, padded: PaddedBatch) -> Alignment:
@@ -115,7 +115,7 @@ class Recipe:
     def check_launch(self, accelerator: Accelerator) -> None:
         """Raise ValueError when this kind of training cannot run as it was launched."""
 
-    def split(self, mesh: DeviceMesh) -> list[nn.Parameter]:
+    def shard(self, mesh: DeviceMesh) -> list[nn.Parameter]:
         """Split those parameters of the loss among the processes that it needs a part of at a time; which.
 
         To be called before an optimiser knows them.
@@ -140,7 +140,7 @@ class Recipe:
         has_column = None if self.columns is None else self.columns.numpy() >= 0
         return documents.num_scored(self.heads.num_heads, has_column)
 
-    def no_sums(self, device: torch.device) -> Any:
+    def zero_metrics(self, device: torch.device) -> Any:
         """The sums of no target: a named tuple of tensors, or of such tuples, with ``metrics(name)``."""
         return LossSums.zeros(self.heads.num_heads, device)
 
@@ -196,7 +196,7 @@ def start_from(heads: Heads, source: str) -> None:
     if ours["token_map_size"] and theirs["token_map_size"]:  # the tokens of a map are rows of the base
         ours["token_map_size"] = theirs["token_map_size"]
     if isinstance(heads, MedusaHeads) and isinstance(given.heads, MedusaHeads):
-        if not given.heads.reads_layers:
+        if not given.heads.aux_layers:
             ours["fused_layers"] = ()
         ours["num_layers"] = min(ours["num_layers"], theirs["num_layers"])
     if differing := differences(theirs, ours):

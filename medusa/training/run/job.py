@@ -20,23 +20,28 @@ from medusa.heads.adapter import peft_library
 from medusa.training.config import RunOptions, TrainingConfiguration
 from medusa.training.data.dataset import Dataset, read_dataset, trained_on
 from medusa.training.data.loading import LEGEND, coloured, load_data, tokenised
-from medusa.training.recipes.frozen import AheadRecipe, MedusaRecipe
+from medusa.training.recipes.frozen import AutoregressiveRecipe, MedusaRecipe
 from medusa.training.recipes.joint import JointRecipe
 from medusa.training.run.metrics import calibrated_tree, draw_training, table
 from medusa.training.run.processes import StopSignal, new_accelerator, on_main_process
 from medusa.training.run.run_directory import RunDirectory
 from medusa.training.run.trainer import Trainer
 from medusa.training.states.base import (
-    LiveStates,
+    OnlineHiddenStates,
     check_documents,
     check_packing,
     load_live,
     load_tokenizer,
     load_without_layers,
 )
-from medusa.training.states.stored import BaseStates, StoredStates
+from medusa.training.states.stored import CachedHiddenStates, HiddenStateSource
 
-RECIPES = {"medusa": MedusaRecipe, "eagle3": AheadRecipe, "mtp": AheadRecipe, "joint": JointRecipe}
+RECIPES = {
+    "medusa": MedusaRecipe,
+    "eagle3": AutoregressiveRecipe,
+    "mtp": AutoregressiveRecipe,
+    "joint": JointRecipe,
+}
 """Every kind of training by its name."""
 
 
@@ -56,7 +61,7 @@ def train(configuration: TrainingConfiguration) -> bool:
     accelerator = new_accelerator(configuration.optimisation, configuration.run)
     console = log_console()
     console.quiet = not accelerator.is_main_process
-    with StopSignal(), claimed(configuration, accelerator) as (run, is_finished):
+    with StopSignal(), locked_run(configuration, accelerator) as (run, is_finished):
         console.print(f"medusa {medusa.__version__} from {Path(medusa.__file__).parent}", soft_wrap=True)
         if is_finished:
             console.print(
@@ -66,7 +71,7 @@ def train(configuration: TrainingConfiguration) -> bool:
             )
             return bool(accelerator.is_main_process)
         _start_tracker(configuration, accelerator, run)
-        trainer = prepared(configuration, accelerator, console)
+        trainer = build_trainer(configuration, accelerator, console)
         if trainer is not None:
             try:
                 _finish(trainer, trainer.train())
@@ -88,7 +93,7 @@ def _check_libraries(configuration: TrainingConfiguration) -> None:
 
 
 @contextmanager
-def claimed(
+def locked_run(
     configuration: TrainingConfiguration, accelerator: Accelerator
 ) -> Iterator[tuple[RunDirectory, bool]]:
     """The output directory, checked and locked by the main process for all of them, and whether the run in it
@@ -105,7 +110,7 @@ def claimed(
         run.check(configuration)  # another run may have ended meanwhile
         if is_finished := run.is_finished(configuration):
             return is_finished
-        for removed in run.begin(configuration):
+        for removed in run.start(configuration):
             log_console().print(f"removed {removed} of an earlier run", soft_wrap=True)
         return False
 
@@ -127,7 +132,7 @@ def _start_tracker(configuration: TrainingConfiguration, accelerator: Accelerato
     accelerator.init_trackers(options.project, values, settings)
 
 
-def prepared(
+def build_trainer(
     configuration: TrainingConfiguration, accelerator: Accelerator, console: Console
 ) -> Trainer | None:
     """The trainer with its data, its base and its new heads, which it says what they are; None where the run
@@ -150,7 +155,7 @@ def prepared(
     if run.stop_after is not None:
         console.print(f"stopped after {run.stop_after}; --resume auto goes on from there", soft_wrap=True)
         return None
-    states = BaseStates(base, LiveStates(base) if is_stored else load(), stored)
+    states = HiddenStateSource(base, OnlineHiddenStates(base) if is_stored else load(), stored)
     if not is_stored:
         check_packing(states.live, data.training, configuration.data)
     recipe = RECIPES[configuration.kind](configuration, states, data.training)
@@ -167,10 +172,10 @@ def stored_states(
     configuration: TrainingConfiguration,
     accelerator: Accelerator,
     base: CausalLM,
-    load: Callable[[], LiveStates],
+    load: Callable[[], OnlineHiddenStates],
     data: Dataset,
     console: Console,
-) -> dict[str, StoredStates]:
+) -> dict[str, CachedHiddenStates]:
     """The states of the "training" and the "held-out" documents that the configured heads read, stored by all
     processes, each its own shards.
 
@@ -180,9 +185,9 @@ def stored_states(
 
     Raises:
         BlockingIOError: another run has stored states there for too long.
-        ValueError, OSError: see :class:`medusa.training.states.stored.StoredStates`.
+        ValueError, OSError: see :class:`medusa.training.states.stored.CachedHiddenStates`.
     """
-    options, run, found = configuration.optimisation, configuration.run, dict[str, StoredStates]()
+    options, run, found = configuration.optimisation, configuration.run, dict[str, CachedHiddenStates]()
     layers = configuration.heads_config(base).fused_layers
     rank, count = accelerator.process_index, accelerator.num_processes
     directory = Path(run.states_dir or RunDirectory(run.output_dir).states)
@@ -191,8 +196,13 @@ def stored_states(
         if not len(each):
             continue
         with accelerator.autocast():
-            reading = (configuration.heads.num_heads, options.cache_dtype, layers, configuration.reads_text)
-            states = found[name] = StoredStates(directory / name, base, each, *reading)
+            reading = (
+                configuration.heads.num_heads,
+                options.cache_dtype,
+                layers,
+                configuration.needs_context,
+            )
+            states = found[name] = CachedHiddenStates(directory / name, base, each, *reading)
         with (
             ProgressReporter("hidden states", console, accelerator.is_main_process) as line,
             ExitStack() as stack,
@@ -202,7 +212,7 @@ def stored_states(
                 """Other runs may share the states: they wait, and find what was stored meanwhile."""
                 seconds = 30 * run.timeout_minutes  # the other processes wait too, twice as long
                 stack.enter_context(locked(directory, seconds, line.say))
-                return states.begin(run.overwrite, line)  # noqa: B023
+                return states.open(run.overwrite, line)  # noqa: B023
 
             missing = on_main_process(accelerator, begin)
             mine = missing[rank::count]

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from transformers.integrations import unset_hf_deepspeed_config
 
-from medusa.heads.ahead import Heads
+from medusa.heads.autoregressive_head import Heads
 from medusa.training.config import OptimisationOptions, RunOptions
 from medusa.training.data.batching import MicroBatch
 
@@ -181,7 +181,7 @@ def check_launch() -> None:
         )
 
 
-def split(accelerator: Accelerator, split: Callable[[DeviceMesh], list[nn.Parameter]]) -> None:
+def shard_heads(accelerator: Accelerator, shard: Callable[[DeviceMesh], list[nn.Parameter]]) -> None:
     """Under FSDP2 let ``split`` share out what FSDP2 is then to leave alone; before there is an optimiser.
 
     FSDP2 then keeps from changing types too: what it does not gather would be of another type.
@@ -189,10 +189,10 @@ def split(accelerator: Accelerator, split: Callable[[DeviceMesh], list[nn.Parame
     if accelerator.is_fsdp2:
         accelerator.state.fsdp_plugin.mixed_precision_policy = None
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-        accelerator.state.fsdp_plugin.ignored_modules = [nn.ParameterList(split(mesh))]
+        accelerator.state.fsdp_plugin.ignored_modules = [nn.ParameterList(shard(mesh))]
 
 
-def prepare(
+def wrap(
     accelerator: Accelerator, loss: nn.Module, optimiser: torch.optim.Optimizer, max_grad_norm: float
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The loss and the optimiser, wrapped as the launch wants; what comes back is called like the loss."""
@@ -231,7 +231,7 @@ def _with_anchor(module: nn.Module, arguments: tuple) -> tuple:
     return (torch.zeros((), device=device, requires_grad=True), *arguments)
 
 
-def share_of(batches: list[MicroBatch], accelerator: Accelerator) -> list[MicroBatch]:
+def local_shard(batches: list[MicroBatch], accelerator: Accelerator) -> list[MicroBatch]:
     """This process's part: as many for each, since all meet in every forward pass, some of them empty."""
     share = batches[accelerator.process_index :: accelerator.num_processes]
     most = -(-len(batches) // accelerator.num_processes)
@@ -244,7 +244,7 @@ def micro_batch(accelerator: Accelerator, module: nn.Module, is_last: bool) -> A
     return nullcontext() if is_last else accelerator.no_sync(module)
 
 
-def whole_number(number: Tensor | float | None, device: torch.device) -> Tensor:
+def full_scalar(number: Tensor | float | None, device: torch.device) -> Tensor:
     """A gradient norm as a scalar (), however the wrapper gives it."""
     if not isinstance(number, Tensor):
         return torch.tensor(number or 0.0, device=device)

@@ -149,7 +149,7 @@ class RunDirectory:
             limit is not None and limit <= number for limit, number in reached
         )
 
-    def begin(self, configuration: TrainingConfiguration) -> list[Path]:
+    def start(self, configuration: TrainingConfiguration) -> list[Path]:
         """Write the configuration; ``overwrite`` removes what an earlier run left, all but stored states.
 
         What was removed comes back.

@@ -21,28 +21,28 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
-from medusa.base.causal_lm import output_embedding, switch_length
+from medusa.base.causal_lm import lm_head, longrope_threshold
 from medusa.console import ProgressReporter
-from medusa.heads.ahead import Heads
+from medusa.heads.autoregressive_head import Heads
 from medusa.heads.checkpoint import HeadsCheckpoint, save_heads
 from medusa.heads.fingerprint import BaseFingerprint
-from medusa.training.config import REMEDIES, OptimisationOptions, TrainingConfiguration
+from medusa.training.config import MEMORY_KEYS, OptimisationOptions, TrainingConfiguration
 from medusa.training.data.batching import MicroBatch, plan_epoch, plan_in_order
 from medusa.training.data.dataset import Dataset, trained_on
-from medusa.training.losses import added, as_numbers, from_numbers
+from medusa.training.losses import add_metrics, from_lists, to_lists
 from medusa.training.recipes.recipe import Recipe, RunState
 from medusa.training.run.metrics import draw_training, is_stale, one_line, replayed_metrics
 from medusa.training.run.processes import (
     STOPPED,
     HostGroup,
     StopSignal,
+    full_scalar,
     gathered_heads,
+    local_shard,
     micro_batch,
     on_main_process,
-    prepare,
-    share_of,
-    split,
-    whole_number,
+    shard_heads,
+    wrap,
 )
 from medusa.training.run.run_directory import RunDirectory, provenance
 from medusa.trees.candidate_tree import CandidateTree
@@ -103,10 +103,10 @@ class Trainer:
             micro_batches=options.gradient_accumulation_steps,
             sharding=accelerator.distributed_type.value,
             documents=self.training.digest(),
-            remedies={key: values[key] for key in REMEDIES},
+            remedies={key: values[key] for key in MEMORY_KEYS},
         )
         self.hosts = HostGroup(accelerator, configuration.run.timeout_minutes)
-        split(accelerator, recipe.split)
+        shard_heads(accelerator, recipe.shard)
         optimiser = torch.optim.AdamW(
             [
                 {"params": [each for each in group if each.requires_grad]}
@@ -116,10 +116,10 @@ class Trainer:
             betas=(0.9, options.adam_beta2),
             weight_decay=options.weight_decay,
         )
-        self.module, self.optimiser = prepare(accelerator, self.loss, optimiser, options.max_grad_norm)
+        self.module, self.optimiser = wrap(accelerator, self.loss, optimiser, options.max_grad_norm)
         self.num_scored = recipe.count_targets(self.training)  # (n, K)
         self.schedule = _Schedule.of(options, lambda epoch: len(self._plan(epoch)))
-        self.window = recipe.no_sums(accelerator.device)
+        self.window = recipe.zero_metrics(accelerator.device)
         self.watch = _FiniteWatch(accelerator.device, options.learning_rate)
         self.gradient_norm = torch.zeros((), device=accelerator.device)
         """Of the last step, before it was clipped."""
@@ -177,12 +177,14 @@ class Trainer:
         """Loss, top-1 and top-5 of each head on the held-out documents, and the tokens per step that decoding
         them would have had; empty when there are none. The heads with most tokens per step are kept."""
         self.watch.check()
-        plan = plan_in_order(self.data.held_out.lengths, self.configuration.data, switch_length(self.base))
-        sums = self.recipe.no_sums(self.accelerator.device)
+        plan = plan_in_order(
+            self.data.held_out.lengths, self.configuration.data, longrope_threshold(self.base)
+        )
+        sums = self.recipe.zero_metrics(self.accelerator.device)
         ones = torch.ones(self.num_scored.shape[1], device=self.accelerator.device)  # sums need no divisor
-        for batch in share_of(plan, self.accelerator):
+        for batch in local_shard(plan, self.accelerator):
             with torch.no_grad():
-                sums = added(sums, self._loss("held-out", batch, ones)[1])
+                sums = add_metrics(sums, self._loss("held-out", batch, ones)[1])
         at_most = self.configuration.run.replayed_documents
         heads, states = (self.gathered_heads(), self.held_out_states(at_most)) if at_most else (None, None)
         replayed = replayed_metrics(self.base, heads, self.data.held_out, at_most, states)
@@ -233,7 +235,7 @@ class Trainer:
         states, held_out = self.recipe.states, self.data.held_out
         if states.live.base is self.base and "held-out" not in states.stored:
             return None
-        indices, layers = range(len(held_out))[:at_most] if self._is_main else (), self.heads.reads_layers
+        indices, layers = range(len(held_out))[:at_most] if self._is_main else (), self.heads.aux_layers
         found = [states.of_document(held_out, "held-out", index, layers).cpu() for index in indices]
         states.live.finish()
         return found
@@ -245,7 +247,7 @@ class Trainer:
             OSError: the disk refused; earlier checkpoints are untouched.
         """
         self.watch.check()
-        self.state.window = as_numbers(self.accelerator.reduce(self.window, "sum"))
+        self.state.window = to_lists(self.accelerator.reduce(self.window, "sum"))
         self.run.save_checkpoint(self.accelerator, self.state, self.configuration.run.keep_checkpoints)
 
     def gathered_heads(self) -> Heads | None:
@@ -272,7 +274,7 @@ class Trainer:
                 self.console.print(each, soft_wrap=True)
         if self._is_main:
             if self.state.window:
-                self.window = from_numbers(self.window, self.state.window)
+                self.window = from_lists(self.window, self.state.window)
             self.run.forget_metrics_after(self.state.step, is_over=self._progress >= 1)
         self.accelerator.wait_for_everyone()
 
@@ -287,16 +289,16 @@ class Trainer:
         peak = self.configuration.optimisation.learning_rate * factor
         if (note := self.recipe.begin_step(self.optimiser, peak, state)) is not None:
             self.console.print(note, soft_wrap=True)
-        mine = share_of(group, self.accelerator)
+        mine = local_shard(group, self.accelerator)
         for number, batch in enumerate(mine, start=1):
             with micro_batch(self.accelerator, self.module, is_last=number == len(mine)):
                 loss, sums = self._loss("training", batch, num_scored)
                 self.accelerator.backward(loss * self.accelerator.num_processes)  # gradients are averaged
             total += loss.detach()
-            self.window = added(self.window, sums)
+            self.window = add_metrics(self.window, sums)
         most = self.configuration.optimisation.max_grad_norm
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), most)
-        self.gradient_norm = whole_number(norm, device)
+        self.gradient_norm = full_scalar(norm, device)
         self.optimiser.step()
         self.optimiser.zero_grad()
         state.step += 1
@@ -308,7 +310,7 @@ class Trainer:
         documents = self.training if name == "training" else self.data.held_out
         with self.accelerator.autocast():  # base and loss, whatever wraps the loss
             given = self.recipe.read(documents, name, batch)
-            return self.module(*given, output_embedding(self.base), num_scored, self.recipe.teacher)
+            return self.module(*given, lm_head(self.base), num_scored, self.recipe.teacher)
 
     def _groups(self) -> Iterator[Position]:
         """The groups from where the run stands on, without end."""
@@ -321,7 +323,9 @@ class Trainer:
             epoch, done = epoch + 1, 0
 
     def _plan(self, epoch: int) -> list[list[MicroBatch]]:
-        batches = plan_epoch(self.training.lengths, self.configuration.data, epoch, switch_length(self.base))
+        batches = plan_epoch(
+            self.training.lengths, self.configuration.data, epoch, longrope_threshold(self.base)
+        )
         size = self.configuration.optimisation.gradient_accumulation_steps * self.accelerator.num_processes
         return [batches[start : start + size] for start in range(0, len(batches), size)]
 
@@ -340,7 +344,7 @@ class Trainer:
             tokens_per_second=tokens / seconds,
             peak_gib=_peak_memory(self.accelerator.device) / 2**30,
         )
-        self.window = self.recipe.no_sums(self.accelerator.device)
+        self.window = self.recipe.zero_metrics(self.accelerator.device)
         return f"{one_line('train', metrics)}  {tokens / seconds:.0f} tokens/s"
 
     def _record(self, name: str, sums: Any, **beside: float) -> dict[str, float]:

@@ -18,9 +18,9 @@ from medusa.base.causal_lm import (
     CausalLM,
     context_length,
     hidden_states,
-    home_device,
-    output_embedding,
-    switch_length,
+    lm_head,
+    lm_head_device,
+    longrope_threshold,
 )
 from medusa.base.recurrent import keeps_state
 from medusa.training.config import BaseOptions, DataOptions
@@ -33,7 +33,7 @@ MOST_TOKENS = 512
 """Of each of them; a leak from one document into the next shows in its first tokens."""
 
 
-class LiveStates:
+class OnlineHiddenStates:
     """The states of a base that this process runs alone, on one device or on several."""
 
     def __init__(self, base: CausalLM):
@@ -49,7 +49,7 @@ class LiveStates:
         """Take part in what the other processes compute until none has a micro-batch left."""
 
 
-class _SharedLiveStates(LiveStates):
+class _SharedLiveStates(OnlineHiddenStates):
     """The states of a base whose weights are split among all processes of the launch.
 
     All of them must call it, equally often, or :meth:`finish` before they do something else.
@@ -92,7 +92,9 @@ class _SharedLiveStates(LiveStates):
         return mine, False
 
 
-def load_live(options: BaseOptions, device: torch.device, timeout_minutes: float = 60.0) -> LiveStates:
+def load_live(
+    options: BaseOptions, device: torch.device, timeout_minutes: float = 60.0
+) -> OnlineHiddenStates:
     """The base model where ``base_placement`` says, frozen and in evaluation mode; all processes load it.
 
     ``device`` is that of this process.
@@ -113,7 +115,7 @@ def load_live(options: BaseOptions, device: torch.device, timeout_minutes: float
     base.requires_grad_(False).eval()
     if options.base_placement == "auto":
         end_on(base, device)
-    live = LiveStates(base)
+    live = OnlineHiddenStates(base)
     if options.is_shared:
         live = _SharedLiveStates(base, options.base_placement == "tensor_parallel", timeout_minutes)
     check_causal(live, options.base)
@@ -121,11 +123,11 @@ def load_live(options: BaseOptions, device: torch.device, timeout_minutes: float
 
 
 def end_on(base: CausalLM, device: torch.device) -> None:
-    """Have the output embedding of a base over several devices lie on ``device``, where heads are trained:
+    """Have the LM head of a base over several devices lie on ``device``, where heads are trained:
     ``device_map="auto"`` puts it beside the last layers."""
-    if home_device(base) == device or not hasattr(base, "hf_device_map"):
+    if lm_head_device(base) == device or not hasattr(base, "hf_device_map"):
         return
-    embedding = output_embedding(base)
+    embedding = lm_head(base)
     remove_hook_from_module(embedding)
     embedding.to(device)
     add_hook_to_module(embedding, AlignDevicesHook(execution_device=device))
@@ -145,7 +147,7 @@ def load_without_layers(options: BaseOptions, device: torch.device) -> CausalLM:
         FileNotFoundError: there is no such model.
         ValueError: the architecture cannot be built so.
     """
-    name, source = loading.found(options.base, {"trust_remote_code": options.trust_remote_code})
+    name, source = loading.resolve_source(options.base, {"trust_remote_code": options.trust_remote_code})
     config = AutoConfig.from_pretrained(name, **source)
     text = config.get_text_config(decoder=True)
     count, whole = text.num_hidden_layers, copy.deepcopy(text.__dict__)
@@ -215,7 +217,7 @@ def _placed(options: BaseOptions, device: torch.device) -> dict[str, Any]:
     return {"distributed_config": shared}
 
 
-def check_causal(live: LiveStates, name: str) -> None:
+def check_causal(live: OnlineHiddenStates, name: str) -> None:
     """Raise ValueError when the states of a base depend on tokens behind them, as an encoder's."""
     positions = torch.arange(3).expand(2, 3)
     # One row of two batches of the same shape: two rows of one batch may be rounded otherwise.
@@ -250,7 +252,7 @@ def check_documents(base: CausalLM, documents: Documents, name: str) -> None:
         )
 
 
-def check_packing(live: LiveStates, documents: Documents, options: DataOptions) -> None:
+def check_packing(live: OnlineHiddenStates, documents: Documents, options: DataOptions) -> None:
     """Raise ValueError when documents that share a row see each other.
 
     Whether a restart of the position ids keeps documents apart is the architecture's own affair, and no
@@ -259,7 +261,7 @@ def check_packing(live: LiveStates, documents: Documents, options: DataOptions) 
     """
     if not options.packing or len(documents) < 2:
         return
-    name, switch = type(live.base).__name__, switch_length(live.base)
+    name, switch = type(live.base).__name__, longrope_threshold(live.base)
     if keeps_state(live.base):
         raise ValueError(
             f"packing must keep documents apart, and {name} keeps a state, which goes on from a document of "

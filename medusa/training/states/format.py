@@ -5,7 +5,7 @@
     00000.safetensors      "states": (P, (1 + L) * D) of the needed positions of some documents, in order
     00001.safetensors      ...
 
-A row has the state that the output embedding reads first, then those after the layers of the manifest. A
+A row has the state that the LM head reads first, then those after the layers of the manifest. A
 shard is there whole or not at all. It carries the digest of its manifest, a checksum of its states and who
 wrote it, so that several writers, or one that was stopped, can fill a directory in any order. Which
 documents a shard holds depends on their number and size alone.
@@ -90,7 +90,7 @@ class StatesDirectory:
     def write(self, shard: int, states: Iterable[tuple[int, Tensor]], writer: str) -> None:
         """Write one shard of the states (T, (1 + L) * D) of each of its documents, given in any order.
 
-        The first D numbers are what the output embedding reads. ``writer`` is recorded.
+        The first D numbers are what the LM head reads. ``writer`` is recorded.
 
         Raises:
             ValueError: documents are missing, or their states are of other sizes or not finite.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import medusa
-from medusa.base.causal_lm import CausalLM, hidden_size, switch_length
+from medusa.base.causal_lm import CausalLM, hidden_size, longrope_threshold
 from medusa.console import ProgressReporter
 from medusa.files import Layout, read_json, replaceable_files, write_json
 from medusa.heads.fingerprint import BaseFingerprint
@@ -31,7 +31,7 @@ from medusa.training.config import DataOptions
 from medusa.training.data.batching import MicroBatch, PaddedBatch, collate, plan_in_order
 from medusa.training.data.dataset import Documents
 from medusa.training.losses import needed_states
-from medusa.training.states.base import LiveStates
+from medusa.training.states.base import OnlineHiddenStates
 from medusa.training.states.format import (
     DOCUMENTS,
     DOCUMENTS_FILE,
@@ -50,7 +50,7 @@ _STATES_LAYOUT = Layout(
 )
 
 
-class StoredStates(StatesDirectory):
+class CachedHiddenStates(StatesDirectory):
     """The states of some documents in the shards of ``directory``, written or still to be written."""
 
     def __init__(
@@ -61,15 +61,15 @@ class StoredStates(StatesDirectory):
         num_heads: int,
         dtype: str,
         layers: tuple[int, ...] = (),
-        reads_text: bool = False,
+        needs_context: bool = False,
     ):
-        """Those that ``num_heads`` heads and the base predict labels from, and with ``reads_text`` all before
-        them; ``layers`` are those that the heads fuse. Of ``base`` its embeddings and its configuration are
-        enough here."""
+        """Those that ``num_heads`` heads and the base predict labels from, and with ``needs_context`` all
+        before them; ``layers`` are those that the heads fuse. Of ``base`` its embeddings and its
+        configuration are enough here."""
         self.documents, self.layers, self._base = documents, layers, base
         kind, name = base.device.type, Path(base.name_or_path)
         has_autocast = torch.is_autocast_enabled(kind)  # the type of matrix products is then another one
-        needed = _needed(documents, num_heads, reads_text)
+        needed = _needed(documents, num_heads, needs_context)
         parts = (documents.tokens, documents.is_label, needed, documents.starts)
         self._parts = dict(zip(DOCUMENTS, parts, strict=True))
         starts, width = documents.starts, (1 + len(layers)) * hidden_size(base)
@@ -91,7 +91,7 @@ class StoredStates(StatesDirectory):
             header = in_full  # such states are there and serve runs of any precision
         super().__init__(directory, header, starts, needed)
 
-    def begin(self, replace: bool, line: ProgressReporter) -> list[int]:
+    def open(self, replace: bool, line: ProgressReporter) -> list[int]:
         """Make the directory ready and say which shards are missing; for one process, which has it alone.
 
         ``replace`` takes away the states of something else, and shards that are damaged.
@@ -140,7 +140,7 @@ class StoredStates(StatesDirectory):
         return missing
 
     def compute(
-        self, shards: Sequence[int], live: LiveStates, options: DataOptions, line: ProgressReporter
+        self, shards: Sequence[int], live: OnlineHiddenStates, options: DataOptions, line: ProgressReporter
     ) -> None:
         """Compute and write ``shards``; all processes call it where ``live`` needs them, some with none.
 
@@ -163,11 +163,13 @@ class StoredStates(StatesDirectory):
                     "it again. On several machines the directory must be one that all of them see"
                 )
 
-    def _computed(self, shard: int, live: LiveStates, options: DataOptions) -> Iterator[tuple[int, Tensor]]:
+    def _computed(
+        self, shard: int, live: OnlineHiddenStates, options: DataOptions
+    ) -> Iterator[tuple[int, Tensor]]:
         """The states of each document of a shard."""
         documents = self.documents_of(shard)
         lengths = self.documents.lengths[documents.start : documents.stop]
-        for batch in plan_in_order(lengths, options, switch_length(self._base)):
+        for batch in plan_in_order(lengths, options, longrope_threshold(self._base)):
             rows = [[documents.start + index for index in row] for row in batch]
             found = live(collate(self.documents, rows), self.layers)
             for states, (index,) in zip(found, rows, strict=True):
@@ -175,19 +177,19 @@ class StoredStates(StatesDirectory):
 
 
 @dataclass(frozen=True)
-class BaseStates:
+class HiddenStateSource:
     """The base model of a run, and where its hidden states come from."""
 
     base: CausalLM
     """All that training reads beside states: without decoder layers where others compute these."""
-    live: LiveStates
-    stored: Mapping[str, StoredStates] = field(default_factory=dict)
+    live: OnlineHiddenStates
+    stored: Mapping[str, CachedHiddenStates] = field(default_factory=dict)
     """Of the "training" and the "held-out" documents, where they are stored."""
 
     @classmethod
-    def of(cls, base: CausalLM) -> BaseStates:
+    def of(cls, base: CausalLM) -> HiddenStateSource:
         """Those of a base that this process runs alone."""
-        return cls(base, LiveStates(base))
+        return cls(base, OnlineHiddenStates(base))
 
     def of_document(self, documents: Documents, name: str, index: int, layers: tuple[int, ...]) -> Tensor:
         """The states (T, (1 + L) * D) of one of the ``documents`` that are called ``name``; stored ones are
@@ -220,7 +222,7 @@ class StateBatch(NamedTuple):
     positions: Tensor  # (B, T) long; from 0 at the start of each document
 
 
-def _padded_states(stored: StoredStates, batch: MicroBatch, padded: PaddedBatch) -> Tensor:
+def _padded_states(stored: CachedHiddenStates, batch: MicroBatch, padded: PaddedBatch) -> Tensor:
     """The stored states (B, T, (1 + L) * D) of a micro-batch, empty or not."""
     states = torch.zeros(*padded.input_ids.shape, stored.size, dtype=stored.dtype)
     for row, indices in zip(states, batch, strict=False):
@@ -239,12 +241,12 @@ def _difference(manifest: Path, header: Mapping[str, Any]) -> str | None:
     return next(iter(differences({key: earlier.get(key) for key in ours}, ours)), None)
 
 
-def _needed(documents: Documents, num_heads: int, reads_text: bool) -> np.ndarray:
+def _needed(documents: Documents, num_heads: int, needs_context: bool) -> np.ndarray:
     """(T,) bool over all tokens of all documents: whose state is kept."""
     starts = np.repeat(documents.starts[:-1], documents.lengths)
     positions = torch.from_numpy(np.arange(documents.num_tokens) - starts)
     needed = needed_states(torch.from_numpy(documents.is_label), positions, num_heads).numpy()
-    if reads_text:
+    if needs_context:
         for start, end in pairwise(documents.starts):
             last = needed[start:end].nonzero()[0][-1:]
             needed[start : start + int(last.sum()) + len(last)] = True
@@ -259,7 +261,7 @@ def _identity_of(base: CausalLM) -> dict[str, str]:
     """``weights`` and ``configuration`` of ``base``, which change when the model does.
 
     A hub id has its commit, of a directory blocks of the weight files are read, and of a model that was made
-    in memory its output embedding is known. The configuration includes rotary settings, windows and scales.
+    in memory its LM head is known. The configuration includes rotary settings, windows and scales.
     """
     config, directory = base.config.to_dict(), Path(base.name_or_path)
     said = {key: each for key, each in config.items() if key not in _NOT_THE_MODEL and key[:1] != "_"}

@@ -1,7 +1,7 @@
 """Which tokens a drafting module scores: all of them, or those in a map.
 
 Most of what a model writes is made of few tokens. A module that scores only those multiplies by fewer rows
-of the base's output embedding, which is most of what drafting costs (FR-Spec, arXiv 2502.14856). A token
+of the base's LM head, which is most of what drafting costs (FR-Spec, arXiv 2502.14856). A token
 outside the map is never drafted; the base still emits it.
 """
 
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from medusa.base.causal_lm import embedding_rows, embedding_weight
 
 
-class TokenMapped(nn.Module):
+class DraftVocab(nn.Module):
     """A module whose logits columns are tokens of a vocabulary of V, or the V' in ``token_map``.
 
     Args:
@@ -40,14 +40,14 @@ class TokenMapped(nn.Module):
         self.register_buffer("token_map", token_map)
         self.scorer: Callable[[Tensor], Tensor] | None = None
         """Scores the mapped tokens, (..., D) -> (..., V'), from rows gathered beforehand; None gathers them
-        from the output embedding at every call. See :func:`medusa.engine.quick_heads.quick_heads`."""
+        from the LM head at every call. See :func:`medusa.engine.quick_heads.quick_heads`."""
 
     token_map: Tensor | None
     """(V',) long: the token id that each scored column stands for; None when every token is scored."""
 
     @property
     def scores_base_rows(self) -> bool:
-        """Whether it scores with rows of the base's output embedding, and not with rows of its own."""
+        """Whether it scores with rows of the base's LM head, and not with rows of its own."""
         return True
 
     @property
@@ -59,7 +59,7 @@ class TokenMapped(nn.Module):
         """Token ids of logits columns, any shape, long."""
         return columns if self.token_map is None else self.token_map[columns]
 
-    def copy_weights(self, other: TokenMapped) -> None:
+    def copy_weights(self, other: DraftVocab) -> None:
         """Take all weights of ``other`` but its token map: the rows that it scores are the base's.
 
         Raises:
@@ -72,29 +72,29 @@ class TokenMapped(nn.Module):
                 f"there is no place for the weights {left_over}; start from heads of these sizes"
             )
 
-    def unembedded(self, features: Tensor, output_embedding: nn.Module) -> Tensor:
-        """Features (..., D) as the base's own output embedding scores them: logits (..., V')."""
-        weight = embedding_weight(output_embedding)
+    def unembedded(self, features: Tensor, lm_head: nn.Module) -> Tensor:
+        """Features (..., D) as the base's own LM head scores them: logits (..., V')."""
+        weight = embedding_weight(lm_head)
         if self.token_map is None:
             features = features.to(weight.dtype) if weight.is_floating_point() else features
             # Compiled code leaves hooks out: other threads hang theirs on this module for the time of a pass.
-            compute = output_embedding.forward if torch.compiler.is_compiling() else output_embedding
+            compute = lm_head.forward if torch.compiler.is_compiling() else lm_head
             return compute(features)
-        scorer = GatheredRows(output_embedding, self.token_map) if self.scorer is None else self.scorer
+        scorer = GatheredRows(lm_head, self.token_map) if self.scorer is None else self.scorer
         return scorer(features)
 
 
 class GatheredRows:
-    """Rows of an output embedding for some tokens, (..., D) -> (..., V'), as they are now.
+    """Rows of an LM head for some tokens, (..., D) -> (..., V'), as they are now.
 
     Args:
         token_map: (V',) long.
     """
 
-    def __init__(self, output_embedding: nn.Module, token_map: Tensor):
-        bias = cast("Tensor | None", getattr(output_embedding, "bias", None))
-        dtype = embedding_weight(output_embedding).dtype
-        self.rows = embedding_rows(output_embedding)[token_map].to(dtype)
+    def __init__(self, lm_head: nn.Module, token_map: Tensor):
+        bias = cast("Tensor | None", getattr(lm_head, "bias", None))
+        dtype = embedding_weight(lm_head).dtype
+        self.rows = embedding_rows(lm_head)[token_map].to(dtype)
         self.bias = None if bias is None else bias.detach()[token_map]
 
     def __call__(self, features: Tensor) -> Tensor:

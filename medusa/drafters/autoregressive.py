@@ -15,10 +15,10 @@ from torch import Tensor
 
 from medusa.base.attention import node_positions, tree_attention_masks
 from medusa.base.cache import TreeCache
-from medusa.base.causal_lm import CausalLM, home_device, output_embedding, tokens_missing, vocab_size
+from medusa.base.causal_lm import CausalLM, lm_head, lm_head_device, tokens_missing, vocab_size
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext, Drafter
-from medusa.heads.ahead import AheadHead, Drafted
+from medusa.heads.autoregressive_head import AutoregressiveHead, Drafted
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 FULL_ATTENTION: dict[str, int | None] = {"full_attention": None}
@@ -84,7 +84,7 @@ class LayerCache:
             states = context.features.gather(1, columns[..., None].expand(-1, -1, context.features.shape[2]))
             following = context.tokens.gather(1, (columns + 1).clamp(max=context.tokens.shape[1] - 1))
             chain = TreeTopology.chain(width, columns.device)
-            given = run(states, following, *self.announce(chain, slice(0, width)))
+            given = run(states, following, *self.begin_pass(chain, slice(0, width)))
             num_new = missing.clamp(max=width)
             last = (num_new - 1).clamp(min=0)[:, None, None]
             found = [each.gather(1, last.expand(-1, -1, each.shape[2])) for each in given]
@@ -97,9 +97,9 @@ class LayerCache:
         self.cache.uncommit_last()
         return newest
 
-    def announce(self, topology: TreeTopology, nodes: slice) -> tuple[Tensor, Tensor]:
+    def begin_pass(self, topology: TreeTopology, nodes: slice) -> tuple[Tensor, Tensor]:
         """Mask and positions for running ``nodes`` of a tree whose node 0 is each row's next entry."""
-        self.cache.begin(nodes.stop - nodes.start, nodes.start)
+        self.cache.plan_pass(nodes.stop - nodes.start, nodes.start)
         lengths, num_slots = self.cache.lengths, self.cache.num_slots
         mask = tree_attention_masks(lengths, num_slots, topology, FULL_ATTENTION, nodes=nodes)
         assert isinstance(mask, Tensor)  # one layer type, one mask
@@ -115,7 +115,7 @@ def _of_row(context: DraftContext, row: int) -> DraftContext:
     return replace(context, tokens=tokens, lengths=lengths, features=features)
 
 
-class AheadDrafter(LevelDrafter):
+class AutoregressiveDrafter(LevelDrafter):
     """Fills ``tree`` with a head that runs ahead, over ``base``'s layers and embeddings.
 
     Entries of the text stand on states of the base (:class:`LayerCache`); below the root, that of a
@@ -126,10 +126,10 @@ class AheadDrafter(LevelDrafter):
     context_only = False  # a guess made from the head's own features is another than one made from the base's
     needs_features = True
 
-    def __init__(self, head: AheadHead, base: CausalLM, tree: CandidateTree):
+    def __init__(self, head: AutoregressiveHead, base: CausalLM, tree: CandidateTree):
         self.head, self.base = head, base
-        self.reads_layers = head.reads_layers
-        super().__init__(tree, home_device(base))
+        self.aux_layers = head.aux_layers
+        super().__init__(tree, lm_head_device(base))
 
     def _shape(self, tree: CandidateTree) -> None:
         super()._shape(tree)
@@ -144,7 +144,7 @@ class AheadDrafter(LevelDrafter):
         return vocab_size(self.base)
 
     def begin(self, num_rows: int, after: Drafter | None = None) -> None:
-        self._entries.begin(num_rows, after._entries if isinstance(after, AheadDrafter) else None)
+        self._entries.begin(num_rows, after._entries if isinstance(after, AutoregressiveDrafter) else None)
 
     def keep_rows(self, rows: Tensor) -> None:
         self._entries.keep_rows(rows)
@@ -177,12 +177,12 @@ class AheadDrafter(LevelDrafter):
         features = self._features.gather(1, parents[..., None].expand(-1, -1, self._features.shape[2]))
         nodes = slice(first_node, first_node + tokens.shape[1])
         self._depth += 1
-        drafted = self._run(features, tokens, *self._entries.announce(topology, nodes), parents)
+        drafted = self._run(features, tokens, *self._entries.begin_pass(topology, nodes), parents)
         self._features = torch.cat([self._features, drafted.features], dim=1)
         return self._logits(drafted.states)
 
     def _logits(self, states: Tensor) -> Tensor:
-        return self.head.unembedded(states, output_embedding(self.base))
+        return self.head.unembedded(states, lm_head(self.base))
 
     def _run(
         self, features: Tensor, tokens: Tensor, mask: Tensor, positions: Tensor, parents: Tensor | None = None

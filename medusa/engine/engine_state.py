@@ -6,18 +6,18 @@ from collections.abc import Callable
 
 import torch
 
-from medusa.base.causal_lm import CausalLM, home_device, output_embedding
-from medusa.engine import Engine, prepared_base, resolved_engine
+from medusa.base.causal_lm import CausalLM, lm_head, lm_head_device
+from medusa.engine import Engine, apply_engine, resolved_engine
 from medusa.engine.quick_heads import quick_heads
 from medusa.engine.snapshot import Snapshot, alteration_of
 from medusa.engine.views import packed_as
 from medusa.hardware import device_name
 from medusa.heads.adapter import folded
-from medusa.heads.ahead import Heads, check_heads_fit
+from medusa.heads.autoregressive_head import Heads, check_heads_fit
 from medusa.trees.tuned_trees import Runtime
 
 
-class Prepared:
+class EngineState:
     """A base and its heads as ``engine`` runs them.
 
     Raises:
@@ -28,15 +28,17 @@ class Prepared:
         self.base, self.heads, self.engine = base, heads, engine
         name = resolved_engine(base, engine)
         self._has_kernels, self._is_held_once = name != "eager", packed_as(base) is not None
-        self.runner: CausalLM = prepared_base(base if name == "eager" else folded(base), engine)
+        self.runner: CausalLM = apply_engine(base if name == "eager" else folded(base), engine)
         """The base model as the engine runs it; ``base`` itself when eager."""
         self.drafting_heads = heads
         """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""
         if heads is not None:
             check_heads_fit(heads, base)
-            heads.to(device=home_device(base)).eval()
-            self.drafting_heads = quick_heads(heads, output_embedding(self.runner))
-        self.runtime = Runtime(device_name(home_device(base)), str(base.dtype).removeprefix("torch."), name)
+            heads.to(device=lm_head_device(base)).eval()
+            self.drafting_heads = quick_heads(heads, lm_head(self.runner))
+        self.runtime = Runtime(
+            device_name(lm_head_device(base)), str(base.dtype).removeprefix("torch."), name
+        )
         """Where this decodes: what a tuned tree must have been timed on to be used."""
         self._snapshot = self._new_snapshot()
 
@@ -76,7 +78,7 @@ class Prepared:
             return False
         return True
 
-    def guard(self) -> Callable[[bool], None]:
+    def staleness_check(self) -> Callable[[bool], None]:
         """What raises ValueError where base, heads or precision are no longer those of this moment: looked at
         closely where it is called with True (for a new request), quickly otherwise (after a pass)."""
         snapshot, is_cast, is_made = self._snapshot, self._is_cast, self._has_kernels
@@ -98,7 +100,7 @@ class Prepared:
     @property
     def _is_cast(self) -> bool:
         """Whether ``torch.autocast`` has the base compute in another precision."""
-        return torch.is_autocast_enabled(home_device(self.base).type)
+        return torch.is_autocast_enabled(lm_head_device(self.base).type)
 
     def _new_snapshot(self) -> Snapshot:
         return Snapshot(self.base) if self.heads is None else Snapshot(self.base, self.heads)

@@ -1,11 +1,11 @@
 """Heads that run ahead of the base on states of their own.
 
 An entry joins a *feature* g_t with the embedding of token t + 1 and scores token t + 2. Where the base has
-read token t, g_t is made of the base's states (:meth:`AheadHead.fuse`); further on it is what the head itself
-gave at the entry before. EAGLE-3 heads are such (:mod:`medusa.heads.eagle3`), and so are the layers for
-multi-token prediction that bases come with (:mod:`medusa.heads.mtp`). These may be several: the first reads
-the base's states, each other one what the layer below gave at the entry before, and the d-th guesses depth d.
-Deeper than they are many, the last goes on.
+read token t, g_t is made of the base's states (:meth:`AutoregressiveHead.fuse`); further on it is what the
+head itself gave at the entry before. EAGLE-3 heads are such (:mod:`medusa.heads.eagle3`), and so are the
+layers for multi-token prediction that bases come with (:mod:`medusa.heads.mtp`). These may be several: the
+first reads the base's states, each other one what the layer below gave at the entry before, and the d-th
+guesses depth d. Deeper than they are many, the last goes on.
 
 Shapes: D hidden, V vocabulary, V' scored tokens, L fused layers, E entries.
 """
@@ -22,8 +22,8 @@ from transformers import DynamicCache
 
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
 from medusa.heads.causal_layer import document_pairs
+from medusa.heads.draft_vocab import DraftVocab
 from medusa.heads.medusa_heads import MedusaHeads
-from medusa.heads.token_map import TokenMapped
 
 
 class Drafted(NamedTuple):
@@ -35,7 +35,7 @@ class Drafted(NamedTuple):
     """(B, E, D): what the entry after reads."""
 
 
-class AheadHead(TokenMapped):
+class AutoregressiveHead(DraftVocab):
     """A head that runs ahead of the base. The base's embeddings are passed in, never part of it."""
 
     config: Any
@@ -56,7 +56,7 @@ class AheadHead(TokenMapped):
         return 1
 
     @property
-    def reads_layers(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """The base's decoder layers whose states :meth:`fuse` takes beside the last one."""
         return self.config.fused_layers
 
@@ -81,7 +81,7 @@ class AheadHead(TokenMapped):
         """
 
 
-Heads = MedusaHeads | AheadHead
+Heads = MedusaHeads | AutoregressiveHead
 """What a heads directory can hold."""
 
 
@@ -118,8 +118,8 @@ def check_sizes(base: CausalLM, size: int, vocabulary: int | None, what: str, ad
             )
 
 
-def drafted_states(
-    head: AheadHead, hidden: Tensor, next_embeddings: Tensor, positions: Tensor
+def unroll(
+    head: AutoregressiveHead, hidden: Tensor, next_embeddings: Tensor, positions: Tensor
 ) -> list[Tensor]:
     """The states (B, E, D) from which drafting would guess each depth 1 .. K, with the text's own tokens.
 
@@ -130,7 +130,7 @@ def drafted_states(
     document mean nothing.
 
     Args:
-        hidden: (B, E, (1 + L) * D), the base's; see :meth:`AheadHead.fuse`.
+        hidden: (B, E, (1 + L) * D), the base's; see :meth:`AutoregressiveHead.fuse`.
         next_embeddings: (B, E, D), of the token after each.
         positions: (B, E) long, from 0 where a document starts; documents of a row do not see each other.
     """

@@ -28,10 +28,10 @@ from medusa.training.config import LossOptions
 from medusa.training.data.dataset import Document, Documents
 from medusa.training.data.loading import Dataset, load_data
 from medusa.training.losses import added, align
-from medusa.training.recipes.frozen import AheadLoss
+from medusa.training.recipes.frozen import AutoregressiveLoss
 from medusa.training.run.metrics import calibrated_tree
 from medusa.training.run.trainer import Trainer
-from medusa.training.states.stored import BaseStates, StateBatch
+from medusa.training.states.stored import HiddenStateSource, StateBatch
 
 DEPTH, HIDDEN, VOCAB, LAYERS = 3, 16, 40, (1, 2)
 LENGTHS = (5, 8)
@@ -63,7 +63,7 @@ class Problem:
     def fused(self, objective: str = "kl", **options: Any):
         teacher = options.pop("teacher", self.embedding)
         options = {"block_elements": 200, **options}
-        module = AheadLoss(self.head, LossOptions(objective, **options), self.table.__getitem__)
+        module = AutoregressiveLoss(self.head, LossOptions(objective, **options), self.table.__getitem__)
         alignment = align(self.tokens.flatten(), self.is_label.flatten(), self.positions.flatten(), DEPTH)
         batch = StateBatch(self.hidden, self.next_tokens, self.positions)
         return module(batch, alignment, self.embedding, self.num_scored, teacher)
@@ -203,8 +203,8 @@ def test_stored_features_and_a_token_map_train_as_the_base_itself_does(tmp_path)
 def test_a_process_without_a_batch_gives_every_parameter_a_gradient_of_zero():
     base, problem = tiny_base(), Problem()
     head = Eagle3Head(Eagle3Config.of_base(base, fused_layers=LAYERS[:1], max_depth=DEPTH))
-    rows, padded = BaseStates.of(base).of_batch(Documents.of([]), "training", [], head.reads_layers)
-    module = AheadLoss(head, LossOptions("ce"), base.get_input_embeddings())
+    rows, padded = HiddenStateSource.of(base).of_batch(Documents.of([]), "training", [], head.aux_layers)
+    module = AutoregressiveLoss(head, LossOptions("ce"), base.get_input_embeddings())
     loss, sums = module(rows, padded.aligned(DEPTH), base.get_output_embeddings(), problem.num_scored)
     loss.backward()
     assert float(loss.detach()) == 0 and int(sums.num_labels.sum()) == 0
