@@ -147,7 +147,7 @@ class MedusaModel:
         exactly its own.
 
         Args:
-            base: a path, a hub id, the name of the embedded base (:mod:`medusa.places`), or a model already
+            base: a path, a hub id, the name of the embedded base (:mod:`medusa.assets`), or a model already
                 loaded (quantised, sharded, on any device).
             heads: a heads directory, a hub id, or a loaded checkpoint; "default" are those that ship for the
                 base, "mtp" the layers for multi-token prediction that it comes with. Without any, guesses are

@@ -53,7 +53,7 @@ class TemplateOptions:
             ) from error
 
     @property
-    def told(self) -> dict[str, Any]:
+    def template_kwargs(self) -> dict[str, Any]:
         """All of it, by the names that templates know."""
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         return {**thinking, **self._kwargs}

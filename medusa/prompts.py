@@ -21,6 +21,7 @@ import jinja2
 import torch
 from torch import Tensor
 
+from medusa.assets import named_file
 from medusa.conversations import (
     Message,
     as_template,
@@ -31,7 +32,6 @@ from medusa.conversations import (
     read_messages,
     template_options,
 )
-from medusa.places import named_file
 
 NO_CATEGORY = "uncategorised"
 CONTENT_KEYS = ("prompt", "turns", "messages")
@@ -59,57 +59,60 @@ class Prompt:
     """What the chat template gets beside the messages."""
 
 
-def check_told(told: Mapping[str, Any]) -> None:
-    """Raise ValueError where ``told`` would replace the model's chat template or how it is rendered."""
-    template_options({"chat_template_kwargs": told}, "the options")
+def check_template_kwargs(template_kwargs: Mapping[str, Any]) -> None:
+    """Raise ValueError where ``template_kwargs`` would replace the model's chat template or how it is
+    rendered."""
+    template_options({"chat_template_kwargs": template_kwargs}, "the options")
 
 
-def with_told(prompts: Sequence[Prompt], told: Mapping[str, Any]) -> list[Prompt]:
-    """``prompts`` that tell the chat template ``told``, where a row does not say it itself.
+def with_template_kwargs(prompts: Sequence[Prompt], template_kwargs: Mapping[str, Any]) -> list[Prompt]:
+    """``prompts`` that tell the chat template ``template_kwargs``, where a row does not say it itself.
 
     Raises:
-        ValueError: as :func:`check_told`.
+        ValueError: as :func:`check_template_kwargs`.
     """
-    check_told(told)
-    return [replace(each, template_options={**told, **each.template_options}) for each in prompts]
+    check_template_kwargs(template_kwargs)
+    return [replace(each, template_options={**template_kwargs, **each.template_options}) for each in prompts]
 
 
-def is_told_alike(tokenizer: Any, told: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a question told ``told`` is rendered as with one of ``others``."""
+def has_same_template_kwargs(
+    tokenizer: Any, template_kwargs: Mapping[str, Any], others: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Whether a question told ``template_kwargs`` is rendered as with one of ``others``."""
 
     def rendered(each: Mapping[str, Any]) -> str:
         return tokenizer.apply_chat_template(list(PROBE), tokenize=False, add_generation_prompt=True, **each)
 
-    return tokenizer.chat_template is None or rendered(told) in map(rendered, others)
+    return tokenizer.chat_template is None or rendered(template_kwargs) in map(rendered, others)
 
 
-def thoughts_of(template: str | None) -> tuple[str, str]:
+def reasoning_tags(template: str | None) -> tuple[str, str]:
     """What reasoning begins and ends with; empty where the template knows none."""
     known = (pair for pair in THOUGHTS if template and (pair[0] in template or pair[1] in template))
     return next(known, ("", ""))
 
 
-def is_thinking(tokenizer: Any, prompt: Sequence[int], thoughts: tuple[str, str]) -> bool | None:
-    """Whether ``prompt`` has begun the reasoning that stands between ``thoughts``; False where it has ended
+def in_reasoning(tokenizer: Any, prompt: Sequence[int], tags: tuple[str, str]) -> bool | None:
+    """Whether ``prompt`` has begun the reasoning that stands between ``tags``; False where it has ended
     it, None where it says nothing."""
-    begin, end = thoughts
+    begin, end = tags
     last = tokenizer.decode(prompt[-LAST_TOKENS:]).rstrip()
     return None if not end else True if last.endswith(begin) else False if last.endswith(end) else None
 
 
-def split_thoughts(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[str, str]:
+def split_reasoning(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[str, str]:
     """The text of an answer of ``tokens`` to ``prompt``: what it reasons, and what it says, without the marks
     and blanks between. An answer that does not begin with reasoning says everything."""
-    begin, end = thoughts_of(tokenizer.chat_template)
+    begin, end = reasoning_tags(tokenizer.chat_template)
     text, whole = (tokenizer.decode(tokens, skip_special_tokens=skips) for skips in (True, False))
-    if not is_thinking(tokenizer, prompt, (begin, end)):
+    if not in_reasoning(tokenizer, prompt, (begin, end)):
         _, mark, whole = whole.partition(begin) if end and whole.lstrip().startswith(begin) else ("",) * 3
         if not mark:
             return "", text
-    thoughts, _, said = whole.partition(end)  # some marks are special tokens, so these are left out last
+    reasoning, _, said = whole.partition(end)  # some marks are special tokens, so these are left out last
     for special in tokenizer.all_special_tokens:
-        thoughts, said = thoughts.replace(special, ""), said.replace(special, "")
-    return (thoughts.strip(), said.lstrip()) if thoughts.strip() else ("", text)
+        reasoning, said = reasoning.replace(special, ""), said.replace(special, "")
+    return (reasoning.strip(), said.lstrip()) if reasoning.strip() else ("", text)
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:

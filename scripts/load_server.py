@@ -27,6 +27,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from medusa.assets import EMBEDDED_BASE
 from medusa.base.loading import load_tokenizer
 from medusa.cli.loading import load_prompts
 from medusa.cli.main import exit_status
@@ -34,7 +35,6 @@ from medusa.cli.options import GrowingInts, PromptOptions, ReportOptions, parse
 from medusa.console import Column, log_console
 from medusa.measurement.report import Report
 from medusa.options import check_above, check_at_least
-from medusa.places import EMBEDDED_BASE
 
 PERCENTILES = (50, 95, 99)
 

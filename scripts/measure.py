@@ -117,7 +117,7 @@ def experiments() -> dict[str, Experiment]:
     }
 
 
-def words_of(command: str) -> list[str]:
+def to_argv(command: str) -> list[str]:
     """The command of a document as this Python runs it, behind the variables that it sets."""
     words = shlex.split(command)
     variables = list(itertools.takewhile(lambda word: "=" in word, words))
@@ -135,7 +135,7 @@ def served(commands: Mapping[str, str]) -> Iterator[list[str]]:
         for name, command in commands.items():
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = free.getsockname()[1]
-            running[name] = subprocess.Popen([*words_of(command), "--port", str(port)], cwd=ROOT)
+            running[name] = subprocess.Popen([*to_argv(command), "--port", str(port)], cwd=ROOT)
             urls.append(f"{name}=http://127.0.0.1:{port}")
             give_up = time.monotonic() + SECONDS_TO_START
             while not is_ready(f"http://127.0.0.1:{port}/health"):
@@ -172,9 +172,9 @@ def run(experiment: Experiment, prompts: Path) -> None:
     """
     began, digest = time.monotonic(), experiment.digest()
     for command in experiment.before:
-        said_by(experiment, words_of(command))
+        said_by(experiment, to_argv(command))
     with served(experiment.servers) as urls, tempfile.TemporaryDirectory() as empty:
-        words = words_of(experiment.command.format(prompts=prompts, empty=empty))
+        words = to_argv(experiment.command.format(prompts=prompts, empty=empty))
         said = said_by(experiment, words + (["--servers", *urls] if urls else []))
     versions = {each.__name__: each.__version__ for each in (medusa, torch, transformers)}
     record = {

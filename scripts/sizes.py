@@ -190,14 +190,14 @@ def peak_bytes() -> int:
     return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 
-def measured(contender: str, directory: Path) -> dict[str, Any]:
+def measured(system: str, directory: Path) -> dict[str, Any]:
     """Seconds to load, milliseconds to the first token and for each further one, peak memory."""
     prompts = {length: torch.arange(5, 5 + length)[None] % VOCABULARY for length in (SHORT, LONG)}
     began = time.perf_counter()
-    if contender in OURS:
-        found = _of_ours(contender, directory, prompts, began)
-    elif contender.startswith("llama.cpp"):
-        found = _of_llama_cpp(directory / f"{contender.split()[1]}.gguf", prompts, began)
+    if system in OURS:
+        found = _of_ours(system, directory, prompts, began)
+    elif system.startswith("llama.cpp"):
+        found = _of_llama_cpp(directory / f"{system.split()[1]}.gguf", prompts, began)
     else:
         found = _of_transformers(directory, prompts, began)
     return found | {"peak_bytes": peak_bytes()}
@@ -291,28 +291,26 @@ def main() -> None:
         if not (directory / "config.json").exists():
             log.print(f"writing {directory}")
             write_shape(shape, directory, options.tokenizer)
-        for contender in contenders:
-            target = directory / f"{contender.split()[-1]}.gguf"
-            if contender.startswith("llama.cpp") and not target.exists():
+        for system in contenders:
+            target = directory / f"{system.split()[-1]}.gguf"
+            if system.startswith("llama.cpp") and not target.exists():
                 log.print(f"writing {target}")
-                write_gguf(directory, target, contender.split()[-1])
+                write_gguf(directory, target, system.split()[-1])
         runs: dict[str, list[dict[str, float]]] = {each: [] for each in contenders}
         for number in range(options.rounds):
-            for contender in contenders:
-                log.print(f"{shape}, round {number + 1}: {contender}")
-                command = [sys.executable, __file__, "--one", contender, str(directory)]
+            for system in contenders:
+                log.print(f"{shape}, round {number + 1}: {system}")
+                command = [sys.executable, __file__, "--one", system, str(directory)]
                 ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-                runs[contender].append(json.loads(ran.stdout.splitlines()[-1]))
+                runs[system].append(json.loads(ran.stdout.splitlines()[-1]))
         size = sum(each.stat().st_size for each in directory.glob("*.safetensors"))
         medians = {
-            contender: {key: statistics.median(run[key] for run in each) for key in each[0]}
-            for contender, each in runs.items()
+            system: {key: statistics.median(run[key] for run in each) for key in each[0]}
+            for system, each in runs.items()
         }
         found[shape] = {"file_bytes": size, "contenders": medians}
-        for contender, each in medians.items():
-            log.print(
-                f"{shape} {contender}: " + ", ".join(f"{key} {value:.4g}" for key, value in each.items())
-            )
+        for system, each in medians.items():
+            log.print(f"{shape} {system}: " + ", ".join(f"{key} {value:.4g}" for key, value in each.items()))
     end_with_json({"shapes": found, "rounds": options.rounds, "num_threads": torch.get_num_threads()}, None)
 
 

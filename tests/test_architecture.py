@@ -34,7 +34,7 @@ FLOORS = (
         "prompts",
         "text_stream",
     ),
-    ("conversations", "places"),
+    ("conversations", "assets"),
 )
 """The rooms of the library from top to bottom: a room imports from floors below it."""
 TRAINING = ("run", "recipes", "states", "data", "losses", "config")

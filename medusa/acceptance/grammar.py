@@ -86,7 +86,7 @@ class GrammarCompiler:
         self._trial = _Trial(tokenizer, vocab_size, eos_ids)
         self._compiled = functools.lru_cache(NUM_KEPT)(self._compile)
 
-    def spelt(self, text: str) -> str:
+    def as_terminals(self, text: str) -> str:
         """``text`` as a part of a rule: what is a token of its own is that token, all else any tokens."""
         parts = filter(None, self._controls.split(text))
         return " ".join(
@@ -151,8 +151,8 @@ def pattern_rule(name: str, pattern: str) -> str:
         ValueError: it is too long.
     """
     _check_length("a regular expression", pattern)
-    spelt = re.sub(r"\\?\n|\\.|/", lambda found: SPELT.get(found[0], found[0]), pattern)
-    return f"{name}: /{spelt}/"
+    as_terminals = re.sub(r"\\?\n|\\.|/", lambda found: SPELT.get(found[0], found[0]), pattern)
+    return f"{name}: /{as_terminals}/"
 
 
 def lark_rule(name: str, grammar: str) -> str:

@@ -20,9 +20,9 @@ from transformers import (
 )
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
+from medusa.assets import base_named
 from medusa.base.causal_lm import CausalLM
 from medusa.hub import explained_hub_errors, looks_like_repository, split_revision
-from medusa.places import base_named
 
 SECONDS_FOR_THE_HUB = 10
 SOURCE_ARGUMENTS = (
@@ -111,7 +111,7 @@ def resolve_source(source: str | Path, kwargs: dict[str, Any]) -> tuple[str, dic
     """What ``transformers`` is to load for ``source``, and with which arguments: from the cache alone where
     the hub cannot be reached.
 
-    The name of the embedded base stands for the directory that :func:`medusa.places.base_named` finds.
+    The name of the embedded base stands for the directory that :func:`medusa.assets.base_named` finds.
 
     Raises:
         FileNotFoundError: as :func:`load_base`.

@@ -27,16 +27,17 @@ from medusa.measurement.benchmark import (
     Request,
     Setting,
     bounds,
+    build_history,
     calibrated_counts,
     divergences,
-    earlier_exchanges,
-    lengthened,
     measure,
+    pad_with_history,
     runnable,
     setting_report,
 )
 from medusa.measurement.benchmark_report import add_tables, add_texts, plot_benchmark
-from medusa.measurement.contenders import (
+from medusa.measurement.report import Report
+from medusa.measurement.systems import (
     ALL_DRAFTERS,
     ASSISTED,
     EXACT,
@@ -44,14 +45,13 @@ from medusa.measurement.contenders import (
     PLAIN,
     THEIRS,
     TYPICAL,
-    Contender,
+    System,
     check_names,
     default_names,
     drafter_and_rule,
     make_contenders,
     needs_heads,
 )
-from medusa.measurement.report import Report
 from medusa.measurement.timing import Answer
 from medusa.model import MedusaModel
 from medusa.options import check_above, check_at_least, check_read_by
@@ -88,8 +88,8 @@ class BenchmarkOptions(ProgramOptions):
         medusa benchmark --contenders draft-model --draft-model DIR --draft-length 8 \\
             --temperature 1 --acceptance exact token block --num-seeds 8
 
-    Rules for sampled drafts differ by little. --num-seeds answers each prompt with many seeds in one
-    batch, which buys the precision that telling them apart takes: tokens per step do not depend on the
+    Rules for sampled drafts differ by little. --num-seeds answers each prompt with many seeds in one batch,
+    which buys the precision that most_specific_error them apart takes: tokens per step do not depend on the
     batch. Speeds are then those of batches.
     """
 
@@ -154,7 +154,7 @@ def benchmark(options: BenchmarkOptions) -> list[str]:
     shown: list[Answer] = []
     for setting in settings:
         answers, reasons = _answers_in(setting, model, contenders, options)
-        if counts is None and options.answers.temperature == 0 and any(a.contender == HEADS for a in answers):
+        if counts is None and options.answers.temperature == 0 and any(a.system == HEADS for a in answers):
             counts = calibrated_counts(model, answers, setting)
         found.append(_measured_setting(model, setting, answers, rates, counts, options))
         skipped = reasons | skipped
@@ -204,11 +204,11 @@ def _make_settings(model: MedusaModel, options: BenchmarkOptions) -> Iterator[Se
     exchanges = []
     if longest:
         everything = load_prompts(options.prompts, take_all=True)
-        exchanges = earlier_exchanges(model, everything, longest)
+        exchanges = build_history(model, everything, longest)
     for length, batch_size in product(lengths, options.batch_sizes):
         filled = prompts
         if length is not None:
-            filled = [lengthened(model, prompt, exchanges, length) for prompt in prompts]
+            filled = [pad_with_history(model, prompt, exchanges, length) for prompt in prompts]
         encoded = encode_prompts(model, filled, options.answers.max_new_tokens)
         categories = [prompt.category for prompt in prompts]
         yield Setting(batch_size, length, encoded, categories, options.num_seeds)
@@ -223,7 +223,7 @@ def _answer_arguments(options: BenchmarkOptions) -> dict[str, Any]:
 
 
 def _answers_in(
-    setting: Setting, model: MedusaModel, contenders: Mapping[str, Contender], options: BenchmarkOptions
+    setting: Setting, model: MedusaModel, contenders: Mapping[str, System], options: BenchmarkOptions
 ) -> tuple[list[Answer], dict[str, str]]:
     """What all said in one setting, and why some could not answer."""
     request = Request.for_base(model.base, _answer_arguments(options), options.repeats, options.answers.seed)

@@ -19,9 +19,9 @@ from rich.table import Table
 from torch import Tensor
 
 from medusa.base.causal_lm import context_length, end_ids
-from medusa.cli.commands import ChatOptions, GenerateOptions
 from medusa.cli.loading import load_for_replies
-from medusa.cli.options import command, words_of
+from medusa.cli.option_types import ChatOptions, GenerateOptions
+from medusa.cli.options import command, to_argv
 from medusa.cli.terminal import (
     WrappedText,
     checked_utf8,
@@ -107,7 +107,7 @@ class ChatSession:
         """Forget the conversation; the system message stays."""
         system = self.options.replies.system
         self.messages = [] if system is None else [{"role": "system", "content": system}]
-        self.template_options = dict(self.options.prompts.told)
+        self.template_options = dict(self.options.prompts.template_kwargs)
 
     @property
     def max_depth(self) -> int:
@@ -207,7 +207,7 @@ def chat(options: ChatOptions) -> list[str]:
     else:
         terminal.converse(piped_lines(terminal.console))
     end_with_json(_session_report(session), options.report.json)
-    return [command("serve", *words_of(options.model))]
+    return [command("serve", *to_argv(options.model))]
 
 
 def _session_report(session: ChatSession) -> dict[str, Any]:
@@ -370,7 +370,7 @@ def generate(options: GenerateOptions) -> list[str]:
     sys.stdout.write(text.finish() + "\n")
     seconds = statistics.prefill_seconds + statistics.decode_seconds
     log_console().print(_cost_line(statistics, seconds), style="dim")
-    return [command("chat", *words_of(options.model))]
+    return [command("chat", *to_argv(options.model))]
 
 
 def _encoded_prompt(model: MedusaModel, prompt: str, options: GenerateOptions) -> dict[str, Tensor]:
@@ -378,5 +378,5 @@ def _encoded_prompt(model: MedusaModel, prompt: str, options: GenerateOptions) -
         return encode_text(model.tokenizer, prompt, model.device)
     text = options.replies.system
     system: list[Message] = [] if text is None else [{"role": "system", "content": text}]
-    asked, told = [*system, {"role": "user", "content": prompt}], options.template.told
-    return encode_messages(model.tokenizer, asked, model.device, told)
+    asked, template_kwargs = [*system, {"role": "user", "content": prompt}], options.template.template_kwargs
+    return encode_messages(model.tokenizer, asked, model.device, template_kwargs)

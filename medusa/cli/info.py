@@ -15,15 +15,15 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
+from medusa.assets import shipped_heads
 from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.loading import resolve_source
 from medusa.base.recurrent import keeps_state, kind_of_layer
-from medusa.cli.commands import InfoOptions
+from medusa.cli.option_types import InfoOptions
 from medusa.cli.options import command
 from medusa.console import counted
 from medusa.heads.checkpoint import PROVENANCE_FILE, HeadsCheckpoint, kind_of, load_heads
 from medusa.heads.mtp import num_mtp_layers
-from medusa.places import shipped_heads
 
 LONGEST_CELL = 300
 """Characters of a provenance entry that are shown."""

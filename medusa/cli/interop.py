@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from medusa.assets import base_named
 from medusa.base.causal_lm import CausalLM
 from medusa.base.loading import load_base, load_tokenizer
-from medusa.cli.commands import CheckOptions, ExportOptions, ImportOptions, PushOptions
 from medusa.cli.loading import (
     chosen_device,
     encode_prompts,
@@ -22,7 +22,8 @@ from medusa.cli.loading import (
     log_version,
     recorded_base,
 )
-from medusa.cli.options import command, words_of
+from medusa.cli.option_types import CheckOptions, ExportOptions, ImportOptions, PushOptions
+from medusa.cli.options import command, to_argv
 from medusa.console import PERCENT, counted, log_console, print_list, track
 from medusa.files import Layout, check_writable_target, replaceable_files, replaced_directory
 from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
@@ -59,7 +60,6 @@ from medusa.interop.repository import (
 )
 from medusa.measurement.report import Report, end_with_json
 from medusa.model import MedusaModel
-from medusa.places import base_named
 from medusa.trees.candidate_tree import CandidateTree
 
 
@@ -311,7 +311,7 @@ def push(options: PushOptions) -> list[str]:
         options.report.json,
     )
     if pushed is None:
-        return [command("push", *words_of(replace(options, dry_run=None)))]
+        return [command("push", *to_argv(replace(options, dry_run=None)))]
     return [command("chat", "--base", base, "--heads", options.repository)]
 
 

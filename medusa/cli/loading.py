@@ -18,9 +18,10 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 import medusa
+from medusa.assets import DEFAULT_HEADS, EMBEDDED_BASE
 from medusa.base.causal_lm import CausalLM, context_length, end_ids
 from medusa.base.loading import load_base, load_tokenizer, sizes_of
-from medusa.cli.commands import AnsweringOptions, CompileOptions
+from medusa.cli.option_types import AnsweringOptions, CompileOptions
 from medusa.cli.options import (
     EMBEDDED_HEADS,
     EMBEDDED_PROMPTS,
@@ -30,7 +31,7 @@ from medusa.cli.options import (
     PromptOptions,
     command,
     how_to_train,
-    words_of,
+    to_argv,
 )
 from medusa.console import counted, log_console, track
 from medusa.decoding.statistics import DecodingStatistics
@@ -47,14 +48,13 @@ from medusa.interop.protocol import megabytes
 from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
 from medusa.options import Dtype, Engine, StepKind, TemplateOptions
-from medusa.places import DEFAULT_HEADS, EMBEDDED_BASE
 from medusa.prompts import (
     Prompt,
-    check_told,
+    check_template_kwargs,
     encode_prompt,
-    is_told_alike,
+    has_same_template_kwargs,
     read_prompts,
-    with_told,
+    with_template_kwargs,
 )
 
 
@@ -72,7 +72,7 @@ def load_model(
     engine makes of them, as measuring ``transformers`` does.
     """
     log = log_version()
-    check_told({} if template is None else template.told)
+    check_template_kwargs({} if template is None else template.template_kwargs)
     device = chosen_device(options.device)
     named = options.named_heads
     checkpoint = None if named in (OWN_HEADS, None) else load_heads(named)
@@ -97,7 +97,7 @@ def load_model(
     )
     set_step(model, options.step)
     if with_heads and template is not None and checkpoint is not None:
-        _warn_of_other_template(checkpoint, tokenizer, template.told)
+        _warn_of_other_template(checkpoint, tokenizer, template.template_kwargs)
     heads = "no heads"
     if model.heads is not None:
         nodes = counted(model.tree.num_nodes, "node")
@@ -115,11 +115,16 @@ def load_model(
     return model
 
 
-def _warn_of_other_template(checkpoint: HeadsCheckpoint, tokenizer: Any, told: Mapping[str, Any]) -> None:
-    """Warn where a question, told ``told``, is rendered otherwise than what the heads were trained on."""
+def _warn_of_other_template(
+    checkpoint: HeadsCheckpoint, tokenizer: Any, template_kwargs: Mapping[str, Any]
+) -> None:
+    """Warn where a question, told ``template_kwargs``, is rendered otherwise than what the heads were trained
+    on."""
     known = checkpoint.template_options
-    if known and not is_told_alike(tokenizer, told, known):
-        before, here = (" or ".join(json.dumps(each) for each in every) for every in (known, [told]))
+    if known and not has_same_template_kwargs(tokenizer, template_kwargs, known):
+        before, here = (
+            " or ".join(json.dumps(each) for each in every) for every in (known, [template_kwargs])
+        )
         warnings.warn(
             f"the heads were trained on conversations that tell the chat template {before}, and here it is "
             f"told {here}, which it renders otherwise: they may guess badly, as heads that saw no reasoning "
@@ -240,7 +245,7 @@ def compile_model(options: CompileOptions) -> list[str]:
     log_console().print(f"{text}, {megabytes(num_bytes)}", soft_wrap=True)
     found = {"was_there": was_there, "seconds": seconds, "bytes": num_bytes}
     end_with_json(found, options.report.json)
-    return [command("chat", *words_of(options.model))]
+    return [command("chat", *to_argv(options.model))]
 
 
 def load_prompts(options: PromptOptions, take_all: bool = False) -> list[Prompt]:
@@ -249,7 +254,7 @@ def load_prompts(options: PromptOptions, take_all: bool = False) -> list[Prompt]
     ``take_all`` leaves ``--limit`` out of account.
     """
     prompts = read_prompts(options.prompts or EMBEDDED_PROMPTS, None if take_all else options.limit)
-    return with_told(prompts, options.told)
+    return with_template_kwargs(prompts, options.template_kwargs)
 
 
 def encode_prompts(

@@ -35,24 +35,30 @@ class Command:
 
 
 COMMANDS = {
-    "chat": Command("chat:chat", "commands:ChatOptions", "talk with a model"),
-    "generate": Command("chat:generate", "commands:GenerateOptions", "answer one prompt"),
-    "serve": Command("serve:serve", "commands:ServeOptions", "answer over HTTP, as OpenAI's servers do"),
-    "fetch": Command("fetch:fetch", "commands:FetchOptions", "get the small model that is used by default"),
-    "compile": Command("loading:compile_model", "commands:CompileOptions", "make answers faster on this CPU"),
+    "chat": Command("chat:chat", "option_types:ChatOptions", "talk with a model"),
+    "generate": Command("chat:generate", "option_types:GenerateOptions", "answer one prompt"),
+    "serve": Command("serve:serve", "option_types:ServeOptions", "answer over HTTP, as OpenAI's servers do"),
+    "fetch": Command(
+        "fetch:fetch", "option_types:FetchOptions", "get the small model that is used by default"
+    ),
+    "compile": Command(
+        "loading:compile_model", "option_types:CompileOptions", "make answers faster on this CPU"
+    ),
     "configs": Command("configs:configs", "configs:ConfigsOptions", "list configurations that ship"),
     "distill": Command("distill:run", "distill:DistillOptions", "let a model answer prompts"),
     "train": Command("train:train", "train:TrainOptions", "train heads, on such answers"),
     "tune": Command("tune:tune", "tune:TuneOptions", "choose the tree that is fastest here"),
     "evaluate": Command("evaluate:evaluate", "evaluate:EvaluationOptions", "how good are heads?"),
     "benchmark": Command("benchmark:benchmark", "benchmark:BenchmarkOptions", "how fast are they?"),
-    "info": Command("info:info", "commands:InfoOptions", "look into a heads directory"),
-    "export": Command("interop:export", "commands:ExportOptions", "write heads for vLLM and others"),
-    "check": Command("interop:check", "commands:CheckOptions", "hold an export to its server's rules"),
-    "import": Command("interop:import_foreign", "commands:ImportOptions", "read heads that others trained"),
-    "push": Command("interop:push", "commands:PushOptions", "publish heads on the Hugging Face hub"),
+    "info": Command("info:info", "option_types:InfoOptions", "look into a heads directory"),
+    "export": Command("interop:export", "option_types:ExportOptions", "write heads for vLLM and others"),
+    "check": Command("interop:check", "option_types:CheckOptions", "hold an export to its server's rules"),
+    "import": Command(
+        "interop:import_foreign", "option_types:ImportOptions", "read heads that others trained"
+    ),
+    "push": Command("interop:push", "option_types:PushOptions", "publish heads on the Hugging Face hub"),
 }
-"""Each is imported when it is asked for; options in :mod:`medusa.cli.commands` are read without torch."""
+"""Each is imported when it is asked for; options in :mod:`medusa.cli.option_types` are read without torch."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

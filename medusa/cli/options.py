@@ -25,10 +25,10 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from medusa.assets import DEFAULT_HEADS, is_embedded_base, named_file
 from medusa.console import log_console, print_list
 from medusa.files import read_yaml
 from medusa.options import SETTING_OF, Dtype, Engine, StepKind, TemplateOptions, check_at_least, check_within
-from medusa.places import DEFAULT_HEADS, is_embedded_base, named_file
 
 EMBEDDED_HEADS = "smollm2-135m-instruct"
 """The heads that ship for the embedded base."""
@@ -70,6 +70,7 @@ def parse(
     flags = flag_types(options)
     try:
         file, words = _without_config(sys.argv[1:] if arguments is None else arguments)
+        words = [_current_flag(word, flags) for word in words]
         words = _gathered(_switches(words, flags), flags)
         given = _values(presets(), flags, "presets")
         if file is not None:
@@ -114,7 +115,7 @@ def flag_types(options: type) -> dict[str, Any]:
     return flags
 
 
-def words_of(options: Any, defaults: Any = None) -> list[str]:
+def to_argv(options: Any, defaults: Any = None) -> list[str]:
     """The words of a command line that :func:`parse` reads as ``options``: those without a flag, then each
     flag that is not as in ``defaults``, by default those of its class."""
     positional, flags = list[str](), list[str]()
@@ -124,13 +125,24 @@ def words_of(options: Any, defaults: Any = None) -> list[str]:
         default = getattr(defaults, field.name) if defaults is not None else _default(field)
         values = list(map(str, value)) if isinstance(value, list | tuple) else [str(value)]
         if dataclasses.is_dataclass(value):
-            flags += words_of(value, None if default is dataclasses.MISSING else default)
+            flags += to_argv(value, None if default is dataclasses.MISSING else default)
         elif tyro.conf.Positional in getattr(types[field.name], "__metadata__", ()):
             positional += [] if value is None else values
         elif value != default:
             switch = name if value else f"--no-{name[2:]}"
             flags += [switch] if isinstance(value, bool) else [name, *(["none"] if value is None else values)]
     return [*positional, *flags]
+
+
+RENAMED = {"race": "allow_plain", "remember": "suffix_cache_mib"}
+"""Flags and keys of earlier versions that still work, and what they are called now."""
+
+
+def _current_flag(word: str, flags: Mapping[str, Any]) -> str:
+    """``word`` of a command line, or the current name of the flag that it is."""
+    name, *value = word.split("=", 1)
+    now = RENAMED.get(name.removeprefix("--"), "") if name[:2] == "--" else ""
+    return "=".join([f"--{now.replace('_', '-')}", *value]) if now in flags else word
 
 
 def _default(field: dataclasses.Field) -> Any:
@@ -155,6 +167,7 @@ def _values(values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> 
     """``values`` as the types of their ``flags`` have them: read as the command line's words are."""
     found: dict[str, Any] = {}
     for key, value in values.items():
+        key = RENAMED[key] if RENAMED.get(key) in flags else key
         if key not in flags:
             nearest = difflib.get_close_matches(str(key), flags, n=1, cutoff=0.5)
             advice = f"did you mean {nearest[0]!r}?" if nearest else "--help lists every key"
@@ -494,4 +507,4 @@ def _own_name() -> str:
 def chat_with(drafter: str, model: ModelOptions, drafters: DrafterOptions) -> str:
     """The command that chats with this drafter, as measurements call it."""
     which = {"plain": ["--plain"], "default": []}.get(drafter, ["--drafter", drafter])
-    return command("chat", *which, *words_of(model), *words_of(drafters.read_by(drafter)))
+    return command("chat", *which, *to_argv(model), *to_argv(drafters.read_by(drafter)))

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from medusa.cli.commands import ServeOptions
 from medusa.cli.loading import load_model
+from medusa.cli.option_types import ServeOptions
 from medusa.console import log_console
 
 KEY_VARIABLE = "MEDUSA_API_KEY"
@@ -37,7 +37,7 @@ def serve(options: ServeOptions) -> list[str]:
     check_certificate(address)
     with bound_socket(address.host, address.port) as bound:
         model = load_model(options.model, template=options.template)
-        service = Service(model, options.service, options.template.told, num_owners=len(keys))
+        service = Service(model, options.service, options.template.template_kwargs, num_owners=len(keys))
         run_server(service, access, bound, address)
     return []  # its first line said where it answers
 

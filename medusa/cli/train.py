@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from transformers.utils.logging import disable_progress_bar
 
-from medusa.cli.options import command, words_of
+from medusa.cli.options import command, to_argv
 from medusa.training.config import TrainingConfiguration, launched_precision
 from medusa.training.run import job
 
@@ -60,7 +60,7 @@ def next_steps(configuration: TrainOptions) -> list[str]:
             optimisation = replace(optimisation, num_epochs=1)
         go_on = replace(run, inspect=False, stop_after=None, resume=resume)
         again = replace(configuration, optimisation=optimisation, run=go_on)
-        return [command("train", *words_of(again))]
+        return [command("train", *to_argv(again))]
     heads = Path(run.output_dir, "heads")
     use = ("--base", configuration.base.base, "--heads", heads)
     steps = [command("tune", *use), command("chat", *use)]

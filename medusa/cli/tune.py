@@ -17,7 +17,7 @@ from medusa.cli.loading import (
     load_prompts,
     measured_on,
 )
-from medusa.cli.options import GrowingInts, ProgramOptions, command, words_of
+from medusa.cli.options import GrowingInts, ProgramOptions, command, to_argv
 from medusa.console import TIMES, Column, counted, log_console
 from medusa.heads.calibration import AnsweredTokens
 from medusa.measurement.comparison import ranked
@@ -117,7 +117,7 @@ def tune(options: TuneOptions) -> list[str]:
     if not options.no_save:
         save(model, counts, tree, tables, values, options)
     report.publish(options.report.json)
-    return [command("benchmark", *words_of(options.model))]
+    return [command("benchmark", *to_argv(options.model))]
 
 
 def save(

@@ -19,9 +19,9 @@ import torch
 import transformers
 
 from medusa import files
+from medusa.assets import cache_home
 from medusa.console import log_console
 from medusa.hardware import device_name
-from medusa.places import cache_home
 
 COMPILERS = ("g++", "clang++", "c++")
 

@@ -28,6 +28,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from medusa.assets import DEFAULT_HEADS, heads_for, shipped_heads
 from medusa.base.causal_lm import CausalLM
 from medusa.files import Layout, digest_of, has_keys, read_json, replaced_directory, write_json
 from medusa.heads.adapter import Adapter, apply_adapter, check_carries
@@ -39,7 +40,6 @@ from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.heads.mtp import MtpConfig, MtpHead, own_head
 from medusa.heads.tensor_files import check_finite, check_tensors, read_tensors
 from medusa.hub import hub_directory
-from medusa.places import DEFAULT_HEADS, heads_for, shipped_heads
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import TunedTree, tree_from_json, tuned_from_json
 

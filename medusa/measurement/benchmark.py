@@ -24,13 +24,13 @@ from medusa.conversations import Message
 from medusa.hardware import DeviceRates, wait_for
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.measurement.bounds import best_expected_tokens, divergence, f_hw
-from medusa.measurement.contenders import (
+from medusa.measurement.systems import (
     EXACT,
     HEADS,
     PLAIN,
     TRANSFORMERS,
     TYPICAL,
-    Contender,
+    System,
     drafter_and_rule,
     is_ours,
     pair_name,
@@ -43,12 +43,12 @@ from medusa.measurement.timing import (
     by_contender,
     median_of,
     new_tokens,
-    rows_said,
     seconds_per_token,
     speedup,
     step_seconds,
     step_split,
     take_turns,
+    tokens_by_prompt,
     tokens_per_step_ratio,
     total_statistics,
 )
@@ -127,26 +127,26 @@ class Request:
 
 
 def runnable(
-    contenders: Mapping[str, Contender], setting: Setting, request: Request
-) -> tuple[dict[str, Contender], dict[str, str]]:
+    contenders: Mapping[str, System], setting: Setting, request: Request
+) -> tuple[dict[str, System], dict[str, str]]:
     """The contenders that can answer in this setting, warmed up, and why the others cannot.
 
     Only those of others may fail; an error of ours is raised.
     """
     longest = max(setting.batches(request.pad_id), key=lambda batch: batch["input_ids"].shape[1])
     working, reasons = {}, {}
-    for name, contender in contenders.items():
-        reason = contender.refusal(setting.batch_size * setting.num_seeds)
+    for name, system in contenders.items():
+        reason = system.refusal(setting.batch_size * setting.num_seeds)
         try:
             if reason is None:
-                _warm_up(contender, longest, request)
+                _warm_up(system, longest, request)
         # What others cannot do here must not cost the others their figures; the report says why.
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            if contender.is_ours:
+            if system.is_ours:
                 raise
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         if reason is None:
-            working[name] = contender
+            working[name] = system
         else:
             reasons[name] = f"{reason} (at {setting.label})"
     return working, reasons
@@ -168,14 +168,14 @@ class _FirstTokenClock(BaseStreamer):
         pass
 
 
-def _warm_up(contender: Contender, inputs: Encoded, request: Request) -> None:
+def _warm_up(system: System, inputs: Encoded, request: Request) -> None:
     short = {**request.arguments, "max_new_tokens": min(WARM_UP_TOKENS, request.arguments["max_new_tokens"])}
-    for arguments in [request.arguments] if contender.is_compiled else [short] * NUM_WARM_UPS:
-        contender.answer(**inputs, **arguments)
+    for arguments in [request.arguments] if system.is_compiled else [short] * NUM_WARM_UPS:
+        system.answer(**inputs, **arguments)
 
 
 def measure(
-    contenders: Mapping[str, Contender],
+    contenders: Mapping[str, System],
     setting: Setting,
     request: Request,
     seconds: float | None = None,
@@ -229,7 +229,7 @@ def setting_report(
         for name in given
         if (is_ours(name) and drafter_and_rule(name)[1] == EXACT) or (name == TRANSFORMERS and has_their_text)
     )
-    plain = rows_said(given[PLAIN])
+    plain = tokens_by_prompt(given[PLAIN])
     differing = {
         (answer.question, answer.seed, row)
         for name in compared
@@ -244,10 +244,10 @@ def setting_report(
         "identical": not differing if is_exact else None,
         "num_identical": num_identical,
         "compared": compared,
-        "same_as_plain": {name: _same_as(plain, rows_said(given[name])) for name in checked},
+        "same_as_plain": {name: _same_as(plain, tokens_by_prompt(given[name])) for name in checked},
         "num_prompts": len({(question, row) for question, _, row in plain}) // num_seeds,
         "num_answers": len(plain),
-        "num_tokens": sum(map(len, rows_said(given[HEADS if HEADS in given else PLAIN]).values())),
+        "num_tokens": sum(map(len, tokens_by_prompt(given[HEADS if HEADS in given else PLAIN]).values())),
         "acceptance_rate": {
             name: total_statistics(each).acceptance_rate for name, each in given.items() if is_ours(name)
         },
@@ -305,7 +305,7 @@ def paired_ratio(
     Raises:
         ValueError: the two did not answer the same prompts with the same seeds, or no answer has a step.
     """
-    if rows_said(answers).keys() != rows_said(baseline).keys():
+    if tokens_by_prompt(answers).keys() != tokens_by_prompt(baseline).keys():
         raise ValueError("a paired ratio needs the same prompts and seeds on both sides")
     sums: dict[int, np.ndarray] = {}
     for column, side in ((0, answers), (2, baseline)):
@@ -318,7 +318,7 @@ def paired_ratio(
             "every answer ended with its first token, so no step can be compared; give other prompts"
         )
     ratio = tokens_per_step_ratio(counts, resamples)
-    return {"num_prompts": len(counts), **ratio, "num_answers": len(rows_said(answers))}
+    return {"num_prompts": len(counts), **ratio, "num_answers": len(tokens_by_prompt(answers))}
 
 
 def _ratio_reports(given: Mapping[str, Sequence[Answer]]) -> list[dict[str, Any]]:
@@ -358,7 +358,7 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 def conversations(setting: Setting, answers: Sequence[Answer]) -> dict[int, tuple[list[int], list[int]]]:
     """[prompt] = its tokens, and one contender's answer."""
     pairs = {}
-    for (batch, _, row), tokens in rows_said(answers).items():
+    for (batch, _, row), tokens in tokens_by_prompt(answers).items():
         prompt = setting.prompt_numbers(batch)[row]
         pairs[prompt] = (setting.prompts[prompt]["input_ids"][0].tolist(), list(tokens))
     return pairs
@@ -411,7 +411,7 @@ Exchange = tuple[Message, Message]
 """A question and its answer."""
 
 
-def earlier_exchanges(model: MedusaModel, prompts: Sequence[Prompt], num_tokens: int) -> list[Exchange]:
+def build_history(model: MedusaModel, prompts: Sequence[Prompt], num_tokens: int) -> list[Exchange]:
     """Questions of ``prompts`` with answers, until they make ``num_tokens`` tokens; each question once.
 
     The answer is the one in the file where there is one, else the model's own, greedy.
@@ -443,7 +443,9 @@ def answered(model: MedusaModel, question: Message) -> str:
     return model.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def lengthened(model: MedusaModel, prompt: Prompt, exchanges: Sequence[Exchange], num_tokens: int) -> Prompt:
+def pad_with_history(
+    model: MedusaModel, prompt: Prompt, exchanges: Sequence[Exchange], num_tokens: int
+) -> Prompt:
     """``prompt`` after as many earlier exchanges as fit into ``num_tokens`` tokens with it; none where it is
     longer by itself. They come around again when there are too few."""
     system = [message for message in prompt.messages[:1] if message["role"] == "system"]

@@ -9,8 +9,8 @@ from typing import Any
 from medusa.console import PERCENT, TIMES, Column, cell, counted
 from medusa.decoding.statistics import PHASES
 from medusa.measurement.benchmark import Setting, conversations
-from medusa.measurement.contenders import EXACT, HEADS, PLAIN, TYPICAL, drafter_and_rule, is_ours
 from medusa.measurement.report import Report
+from medusa.measurement.systems import EXACT, HEADS, PLAIN, TYPICAL, drafter_and_rule, is_ours
 from medusa.measurement.timing import Answer, by_contender
 from medusa.plots import (
     BLUE,

@@ -20,8 +20,8 @@ from medusa.console import PERCENT, Column, track
 from medusa.heads.autoregressive_head import Heads
 from medusa.heads.calibration import AnsweredTokens, calibrate_each
 from medusa.heads.checkpoint import HeadsCheckpoint
-from medusa.measurement.contenders import heads_drafter, heads_without_adapter
 from medusa.measurement.report import Report
+from medusa.measurement.systems import heads_drafter, heads_without_adapter
 from medusa.measurement.timing import (
     Answer,
     by_contender,

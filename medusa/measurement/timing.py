@@ -67,7 +67,7 @@ def take_turns(
 class Answer:
     """What one contender said to one question, a batch of prompts, and how long it took."""
 
-    contender: str
+    system: str
     question: int
     tokens: tuple[Tokens, ...]
     """The new tokens of each row, the one that ends it included."""
@@ -109,11 +109,11 @@ def by_contender(answers: Iterable[Answer]) -> dict[str, list[Answer]]:
     """The answers of each contender, in the order in which they first took part."""
     found: dict[str, list[Answer]] = {}
     for answer in answers:
-        found.setdefault(answer.contender, []).append(answer)
+        found.setdefault(answer.system, []).append(answer)
     return found
 
 
-def rows_said(answers: Iterable[Answer]) -> dict[tuple[int, int, int], Tokens]:
+def tokens_by_prompt(answers: Iterable[Answer]) -> dict[tuple[int, int, int], Tokens]:
     """[question, seed, row] = the tokens of one contender's first answer there."""
     said: dict[tuple[int, int, int], Tokens] = {}
     for answer in answers:

@@ -43,9 +43,9 @@ from medusa.serving.requests import (
     field_of,
     json_value,
     message_of,
-    telling,
+    most_specific_error,
 )
-from medusa.serving.responses import ResponseReplies, ResponsesRequest, in_words_of_responses, named
+from medusa.serving.responses import ResponseReplies, ResponsesRequest, rename_error_fields, responses_name
 from medusa.serving.service import Service, overloaded, shutting_down
 from medusa.serving.settings import AccessOptions
 from medusa.serving.worker import Answer, Update
@@ -82,7 +82,7 @@ def create_application(service: Service, access: AccessOptions) -> FastAPI:
     endpoints = _Endpoints(service, access)
     home = files("medusa.serving")
     page = (home / "page.html").read_text(encoding="utf-8")
-    if service.options.race:
+    if service.options.allow_plain:
         page = page.replace('id="race" hidden', 'id="race"')
     scripts = {name: (home / "vendor" / name).read_bytes() for name in PAGE_SCRIPTS}
 
@@ -143,7 +143,7 @@ def create_application(service: Service, access: AccessOptions) -> FastAPI:
         try:
             return await endpoints.answered(request, ResponsesRequest)
         except RequestError as error:
-            raise in_words_of_responses(error) from error
+            raise rename_error_fields(error) from error
 
     return app
 
@@ -206,7 +206,9 @@ def _checked(raw: bytes, kind: Any) -> Any:
             _ = asked.chat  # what is wrong with it as a chat is told here
         return asked
     except ValidationError as error:
-        wrong = telling(error.errors(include_url=False, include_context=False, include_input=False))
+        wrong = most_specific_error(
+            error.errors(include_url=False, include_context=False, include_input=False)
+        )
         name = field_of(wrong["loc"])
         raise RequestError(f"{name or 'the body'}: {message_of(wrong)}", param=name or None) from error
     except ValueError as error:
@@ -301,7 +303,7 @@ class _Endpoints:
         asked = given.chat if isinstance(given, ResponsesRequest) else given
         unread = self.service.unread(asked)
         if isinstance(given, ResponsesRequest):
-            unread = [*dict.fromkeys([*given.unread(), *map(named, unread)])]
+            unread = [*dict.fromkeys([*given.unread(), *map(responses_name, unread)])]
         return given, asked, unread
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from medusa.acceptance.sampling import TokenLogprobs
-from medusa.serving.answer_reader import AnswerReader, Part
+from medusa.serving.output_parser import OutputParser, Part
 from medusa.serving.requests import ChatRequest, CompletionRequest
 from medusa.serving.worker import Answer, Update
 from medusa.text_stream import token_bytes
@@ -21,7 +21,7 @@ DONE = "[DONE]"
 """The data of the last event of a stream, also of one that fails."""
 
 
-def read(reader: AnswerReader, update: Update) -> tuple[list[Part], str | None]:
+def read(reader: OutputParser, update: Update) -> tuple[list[Part], str | None]:
     """What an update says, and how the answer ends, if it does."""
     parts, reason = reader.feed("".join(piece.text for piece in update.pieces)), update.finish_reason
     if reason is not None:
@@ -44,7 +44,7 @@ class Replies:
         asked: ChatRequest | CompletionRequest,
         model_name: str,
         tokenizer: Any,
-        reader_of: Callable[[], AnswerReader] | None = None,
+        reader_of: Callable[[], OutputParser] | None = None,
         echoed: Sequence[str] = (),
     ):
         self.is_chat, self.tokenizer = isinstance(asked, ChatRequest), tokenizer
@@ -58,7 +58,7 @@ class Replies:
             "model": model_name,
         }
         self._num_chars: dict[int, int] = {}
-        self._echoed, self._readers = echoed, defaultdict[int, AnswerReader](reader_of)
+        self._echoed, self._readers = echoed, defaultdict[int, OutputParser](reader_of)
 
     def whole(self, updates: Sequence[Sequence[Update]], usage: dict[str, Any]) -> dict[str, Any]:
         """The body of a reply that is not streamed, of all updates of each choice."""

@@ -70,11 +70,11 @@ def json_value(text: str | bytes) -> Any:
 def _finite(number: str) -> float:
     value = float(number)
     if not math.isfinite(value):
-        raise NotFinite(f"numbers must be finite, got {told(number)}; JSON has no other")
+        raise NotFinite(f"numbers must be finite, got {shortened(number)}; JSON has no other")
     return value
 
 
-def told(name: str) -> str:
+def shortened(name: str) -> str:
     """A name that a client has written, as it is told and logged: not at any length."""
     return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}..."
 
@@ -115,7 +115,7 @@ class Body(BaseModel):
     """A part of a request. null leaves a field out: clients send it for what they do not care about."""
 
     model_config = ConfigDict(extra="allow")
-    hands_on: ClassVar[bool] = False
+    passes_extra_fields: ClassVar[bool] = False
     """Fields that are not named here are for the chat template."""
 
     @model_validator(mode="before")
@@ -133,8 +133,8 @@ class Body(BaseModel):
 
     def unread(self, place: str = "") -> dict[str, None]:
         """The fields that came and are not read, as a client writes them, each once: ``messages[].audio``."""
-        given = {} if self.hands_on else self.model_extra or {}
-        found = {f"{place}{told(name)}": None for name, value in given.items() if value is not None}
+        given = {} if self.passes_extra_fields else self.model_extra or {}
+        found = {f"{place}{shortened(name)}": None for name, value in given.items() if value is not None}
         for name in self.model_fields_set & self.__class__.model_fields.keys():
             value = getattr(self, name)
             inner = f"{place}{name}[]." if isinstance(value, list) else f"{place}{name}."
@@ -411,7 +411,7 @@ class ChatMessage(Body):
 class OfferedFunction(Body):
     """What the model may call."""
 
-    hands_on = True
+    passes_extra_fields = True
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     parameters: Parameters | None = None
@@ -420,7 +420,7 @@ class OfferedFunction(Body):
 class Tool(Body):
     """A tool that the model may call."""
 
-    hands_on = True
+    passes_extra_fields = True
 
     type: Literal["function"]
     function: OfferedFunction
@@ -620,11 +620,11 @@ def sampling_arguments(asked: SharedFields) -> dict[str, Any]:
 def field_of(location: tuple[Any, ...]) -> str:
     """The field that a validation error is about, as a client writes it: ``messages[0].content``."""
     parts = [part for part in location if not (isinstance(part, str) and TYPE_NAME.fullmatch(part))]
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{told(part)}" for part in parts)
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{shortened(part)}" for part in parts)
     return text.removeprefix(".")
 
 
-def telling(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def most_specific_error(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The error that says most: where a field may have several types, that of the type that fits furthest."""
 
     def depth(error: Mapping[str, Any]) -> tuple[int, list[int]]:

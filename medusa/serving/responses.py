@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, field_validator, model_validator
 
-from medusa.serving.answer_reader import AnswerReader, Part
+from medusa.serving.output_parser import OutputParser, Part
 from medusa.serving.replies import RequestError, read
 from medusa.serving.requests import (
     FIRST_ALONE,
@@ -218,15 +218,17 @@ class ResponsesRequest(SharedFields):
         return messages
 
 
-def in_words_of_responses(error: RequestError) -> RequestError:
+def rename_error_fields(error: RequestError) -> RequestError:
     """What was said of a field of a chat, with the name that the field has here."""
     text = str(error)
     for name, ours in IN_WORDS_OF_CHAT.items():
         text = text.replace(name, ours)
-    return RequestError(text, error.status, error.param and named(error.param), error.code, error.retry_after)
+    return RequestError(
+        text, error.status, error.param and responses_name(error.param), error.code, error.retry_after
+    )
 
 
-def named(field: str) -> str:
+def responses_name(field: str) -> str:
     """The name that a field of a chat has here."""
     return IN_WORDS_OF_CHAT.get(field, field)
 
@@ -240,7 +242,7 @@ class ResponseReplies:
         reader: reads the answer.
     """
 
-    def __init__(self, asked: ResponsesRequest, model_name: str, tokenizer: Any, reader: AnswerReader):
+    def __init__(self, asked: ResponsesRequest, model_name: str, tokenizer: Any, reader: OutputParser):
         self._asked, self._tokenizer, self._reader = asked, tokenizer, reader
         self._number = 0
         self._reason: str | None = None

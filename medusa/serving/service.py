@@ -30,10 +30,10 @@ from medusa.decoding.batch import BatchLimits, QueueFull
 from medusa.decoding.state import DecodeRequest
 from medusa.drafters.references import SuffixCorpus
 from medusa.model import MedusaModel
-from medusa.prompts import is_thinking
-from medusa.serving.answer_forms import AnswerForm, form_of
-from medusa.serving.answer_reader import AnswerReader
+from medusa.prompts import in_reasoning
 from medusa.serving.metrics import ServerMetrics
+from medusa.serving.output_formats import OutputFormat, detect_format
+from medusa.serving.output_parser import OutputParser
 from medusa.serving.replies import RequestError
 from medusa.serving.requests import (
     SEEDS,
@@ -43,8 +43,8 @@ from medusa.serving.requests import (
     SharedFields,
     TokenizeRequest,
     sampling_arguments,
+    shortened,
     text_of,
-    told,
 )
 from medusa.serving.settings import ServiceOptions
 from medusa.serving.worker import Answer, AnswerText, Update, Worker, WorkerEnded
@@ -113,13 +113,13 @@ class Service:
             chunk=options.chunk or (CPU_CHUNK if model.device.type == "cpu" else BatchLimits.chunk),
         ).in_memory(model.runner, *(_bytes(each) for each in (options.cache_mib, options.prefix_mib)))
         batches = {False: model.continuous_batch(self.limits, plain=options.plain)}
-        if options.race:
+        if options.allow_plain:
             few = replace(self.limits, max_rows=PLAIN_ROWS, max_waiting=PLAIN_ROWS, prefix_bytes=0)
             batches[True] = model.continuous_batch(few, plain=True)
         self.metrics = ServerMetrics(batches)
         self.worker = Worker(batches, self.metrics)
         self._corpora: dict[Hashable, SuffixCorpus] = {}
-        if options.remember:
+        if options.suffix_cache_mib:
             self.corpus_of(None)  # refused, if at all, at the start
         self.is_draining = False
         """New requests are refused."""
@@ -151,9 +151,9 @@ class Service:
     def takes_several_systems(self) -> bool:
         """Whether the chat template shows more than one system message to the model."""
         texts = "said at first", "said after it"
-        told = [{"role": "system", "content": text} for text in texts]
+        shortened = [{"role": "system", "content": text} for text in texts]
         try:
-            shown = self._rendered([*told, {"role": "user", "content": "a"}])
+            shown = self._rendered([*shortened, {"role": "user", "content": "a"}])
         except TEMPLATE_ERRORS:
             return False
         return all(text in shown for text in texts)
@@ -214,8 +214,8 @@ class Service:
     @functools.cached_property
     def _controls(self) -> re.Pattern[str]:
         names = self._control_names.values()
-        spelt = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, spelt)) or "(?!)")
+        as_terminals = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, as_terminals)) or "(?!)")
 
     def _cut(self, given: Any) -> Any:
         """``given`` with the mark behind the first character of each control token in its texts."""
@@ -248,16 +248,21 @@ class Service:
         text, must_call = asked.text_form, chat.must_call if chat else []
         name = "tool_choice" if must_call or text is None else text.field
         try:
-            grammars, form = self._grammars, self.form if chat else AnswerForm()
-            rules = [f"answer: {form.text_around(grammars.spelt)} text"]
+            grammars, output_format = self._grammars, self.output_format if chat else OutputFormat()
+            rules = [f"answer: {output_format.text_around(grammars.as_terminals)} text"]
             if must_call:
-                rules = ["answer: call", *form.call_rules(must_call, grammars.spelt)]
+                rules = ["answer: call", *output_format.call_rules(must_call, grammars.as_terminals)]
             elif chat and chat.offered:
                 functions = [tool["function"] for tool in chat.offered]
-                rules = [f"{rules[0]} | {form.calls}", *form.call_rules(functions, grammars.spelt)]
+                rules = [
+                    f"{rules[0]} | {output_format.calls}",
+                    *output_format.call_rules(functions, grammars.as_terminals),
+                ]
             if text is not None and not must_call:
                 rules.append(TEXT_RULES[text.kind]("text", text.given))
-            before = form.thoughts_before(grammars.spelt, self._is_thinking(prompt) if chat else None)
+            before = output_format.reasoning_before(
+                grammars.as_terminals, self._is_thinking(prompt) if chat else None
+            )
             return grammars.compile(rules, *before)
         except (ImportError, ValueError) as error:
             raise RequestError(f"{name} cannot be kept: {error}", param=name) from error
@@ -268,14 +273,14 @@ class Service:
         return self.tokenizer.get_chat_template(tools=[{}]) if self.tokenizer.chat_template else ""
 
     @functools.cached_property
-    def form(self) -> AnswerForm:
+    def output_format(self) -> OutputFormat:
         """How the model writes answers."""
-        return form_of(self._template)
+        return detect_format(self._template)
 
     @functools.cached_property
     def _marks(self) -> dict[int, str]:
         """The control tokens that tell the parts of an answer apart, which are no text otherwise."""
-        return {id: name for id, name in self._control_names.items() if name in self.form.marks}
+        return {id: name for id, name in self._control_names.items() if name in self.output_format.marks}
 
     @functools.cached_property
     def _control_names(self) -> dict[int, str]:
@@ -285,13 +290,13 @@ class Service:
     def _is_thinking(self, prompt: Sequence[int]) -> bool | None:
         """Whether the model goes on with its reasoning where the prompt of a chat ends; False where the
         prompt has ended it, None where the model may begin it or not."""
-        return is_thinking(self.tokenizer, prompt, self.form.thoughts)
+        return in_reasoning(self.tokenizer, prompt, self.output_format.reasoning_tags)
 
-    def reader(self, asked: ChatRequest, prompt: Sequence[int]) -> AnswerReader:
+    def reader(self, asked: ChatRequest, prompt: Sequence[int]) -> OutputParser:
         """What reads an answer to ``prompt``."""
         tools = {tool["function"]["name"]: tool["function"] for tool in asked.offered}
         most = 1 if asked.parallel_tool_calls is False else None
-        return AnswerReader(self.form, tools, most, bool(self._is_thinking(prompt)))
+        return OutputParser(self.output_format, tools, most, bool(self._is_thinking(prompt)))
 
     def unread(self, asked: ChatRequest | CompletionRequest) -> list[str]:
         """The fields that a client gives and that nobody reads here, nor does the chat template."""
@@ -299,7 +304,9 @@ class Service:
         if isinstance(asked, ChatRequest):
             names = ("reasoning_effort", "enable_thinking")
             given = {name: name for name in names if getattr(asked, name) is not None}
-            given |= {name: f"chat_template_kwargs.{told(name)}" for name in asked.chat_template_kwargs or {}}
+            given |= {
+                name: f"chat_template_kwargs.{shortened(name)}" for name in asked.chat_template_kwargs or {}
+            }
             if asked.reasoning_effort == "none" and "enable_thinking" in self._template:
                 given.pop("reasoning_effort")
             known = set(re.findall(r"\w+", self._template))
@@ -342,10 +349,10 @@ class Service:
     def check(self, asked: SharedFields) -> None:
         """What can be said of a request before anything is computed for it."""
         self.check_name(asked.model)
-        if asked.medusa_plain and not self.options.race:
+        if asked.medusa_plain and not self.options.allow_plain:
             raise RequestError(
                 "this server has no medusa_plain, which takes time from all others; leave it out, or have "
-                "the server started with --race",
+                "the server started with --allow-plain",
                 param="medusa_plain",
             )
         if (refusal := asked.refused()) is not None:
@@ -366,7 +373,7 @@ class Service:
         """Raise RequestError unless clients may call the model ``name``, or nothing."""
         if name and not self.options.any_model_name and name not in self.names:
             there = ", ".join(map(repr, self.names))
-            text = f"the model {told(name)!r} is not here; there is {there}"
+            text = f"the model {shortened(name)!r} is not here; there is {there}"
             raise RequestError(text, 404, "model", "model_not_found")
 
     def answers(
@@ -450,10 +457,12 @@ class Service:
         Raises:
             ValueError: the memory is too small for the number of owners, or cannot be searched here.
         """
-        if not self.options.remember:
+        if not self.options.suffix_cache_mib:
             return None
         if owner not in self._corpora:
-            self._corpora[owner] = SuffixCorpus(self.options.remember * 2**20 // max(1, self.num_owners))
+            self._corpora[owner] = SuffixCorpus(
+                self.options.suffix_cache_mib * 2**20 // max(1, self.num_owners)
+            )
         return self._corpora[owner]
 
     def submit(self, answers: Sequence[Answer]) -> None:
@@ -505,8 +514,8 @@ class Service:
         else:
             self._check_length(asked.prompt, "prompt")
             ids = self.tokenizer(asked.prompt, add_special_tokens=asked.add_special_tokens)["input_ids"]
-        spelt = self.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
-        return {"count": len(ids), "max_model_len": self.context, "tokens": ids, "token_strs": spelt}
+        as_terminals = self.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+        return {"count": len(ids), "max_model_len": self.context, "tokens": ids, "token_strs": as_terminals}
 
     def text(self, asked: DetokenizeRequest) -> dict[str, Any]:
         """The text of tokens."""

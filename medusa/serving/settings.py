@@ -27,12 +27,12 @@ class ServiceOptions:
     """Whatever clients call the model is this one: many send a name of their own."""
     plain: bool = False
     """Decode without heads: the same text, slower."""
-    race: bool = False
-    """Let clients decode plainly too (medusa_plain), for the race of the chat page: up to half of the time
-    goes there, and as much key-value cache again."""
-    remember: int = 0
-    """Remember so many MiB of questions and answers, and copy guesses from them: repeated questions are
-    answered sooner, with the same text. Each API key has a part of its own. 0 remembers nothing."""
+    allow_plain: bool = False
+    """Allow requests with medusa_plain (no drafting), for the race of the chat page. They get a second batch
+    with a key-value cache of its own and up to half of the compute time."""
+    suffix_cache_mib: int = 0
+    """Memory for past questions and answers, in MiB, from which suffix matching drafts: repeated questions
+    are answered sooner, with the same text. Each API key has an equal part of its own. 0: none."""
     max_rows: int = 16
     """Answers that decode together."""
     max_waiting: int = 64
@@ -52,10 +52,10 @@ class ServiceOptions:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_rows", "cache_mib", "chunk", "max_new_tokens")
-        check_at_least(self, 0, "remember", "max_waiting", "prefix_mib")
+        check_at_least(self, 0, "suffix_cache_mib", "max_waiting", "prefix_mib")
         check_above(self, 0, "timeout")
-        if self.plain and self.remember:
-            raise ValueError("plain guesses nothing, and remember is for guessing; give one of them")
+        if self.plain and self.suffix_cache_mib:
+            raise ValueError("plain drafts nothing, and suffix_cache_mib is for drafting; give one of them")
 
 
 @dataclass(frozen=True)

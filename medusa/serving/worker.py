@@ -21,8 +21,8 @@ from medusa.acceptance.sampling import TokenLogprobs
 from medusa.decoding.batch import Batch, QueueFull, Row, RowOutput
 from medusa.decoding.state import DecodeRequest
 from medusa.hardware import release_threads
-from medusa.serving.answer_reader import overlap
 from medusa.serving.metrics import ServerMetrics
+from medusa.serving.output_parser import overlap
 from medusa.text_stream import TextStream
 
 log = logging.getLogger("medusa.serving")

@@ -16,7 +16,7 @@ from rich.console import Console
 from tiny_chat import chat_model, chat_tokenizer, wide_tree
 
 from medusa.cli.chat import ChatSession, ChatTerminal, ContextFullError
-from medusa.cli.commands import ChatOptions, ReplyOptions
+from medusa.cli.option_types import ChatOptions, ReplyOptions
 from medusa.cli.options import AnswerOptions
 from medusa.cli.terminal import WrappedText, controls_not_echoed, stop_button
 from medusa.decoding.batch import StepResult

@@ -10,8 +10,8 @@ from tiny_server import tiny_service
 from medusa import MedusaModel
 from medusa.base.causal_lm import end_ids
 from medusa.cli.chat import ChatSession
-from medusa.cli.commands import ChatOptions
 from medusa.cli.loading import load_model
+from medusa.cli.option_types import ChatOptions
 from medusa.cli.options import AnswerOptions, ModelOptions
 from medusa.serving.requests import ChatRequest
 from medusa.training.distillation.answering import LocalAnswerer

@@ -9,10 +9,10 @@ from tiny_training import chat_tokenizer, counting_rows, write_rows
 
 import medusa
 from medusa import HeadsCheckpoint, MedusaModel, save_heads
+from medusa.assets import DEFAULT_HEADS
 from medusa.cli.main import main
 from medusa.engine.kernels import missing_kernels
 from medusa.heads.checkpoint import weights_digest
-from medusa.places import DEFAULT_HEADS
 from medusa.training.config import DataOptions
 from medusa.training.data.loading import held_out_answers, load_data
 

@@ -14,11 +14,11 @@ import torch
 from tiny_chat import chat_base
 from tiny_gguf import written_gguf
 
+from medusa.assets import EMBEDDED_BASE
 from medusa.cli import fetch as fetching
 from medusa.cli.fetch import GGUF_NAME, write_gguf
 from medusa.cli.main import main
 from medusa.files import locked
-from medusa.places import EMBEDDED_BASE
 
 CONTENT = b"the weights"
 
@@ -30,7 +30,7 @@ def converted(gguf, directory):
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """Where the model is to be, on a machine without it: its file is short here, and so is the conversion."""
-    monkeypatch.setattr("medusa.places.checkout", lambda: None)
+    monkeypatch.setattr("medusa.assets.checkout", lambda: None)
     monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(fetching, "GGUF_SHA256", hashlib.sha256(CONTENT).hexdigest())
     monkeypatch.setattr(fetching, "_installed_gguf", lambda: None)

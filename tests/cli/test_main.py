@@ -19,11 +19,11 @@ from transformers import PreTrainedTokenizerBase, T5Config
 
 import medusa
 from medusa import CandidateTree, HeadsCheckpoint, save_heads
-from medusa.cli.commands import InfoOptions
+from medusa.assets import EMBEDDED_BASE, base_named, shipped_files
 from medusa.cli.info import info
 from medusa.cli.main import COMMANDS, exit_status, main
+from medusa.cli.option_types import InfoOptions
 from medusa.console import track
-from medusa.places import EMBEDDED_BASE, base_named, shipped_files
 from medusa.trees.tuned_trees import Runtime, TunedTree
 
 OTHER_DEVICE = "xpu" if torch.cuda.is_available() else "cuda"
@@ -299,7 +299,7 @@ def test_traceback_shows_where_an_error_arose(capsys):
 
 
 def test_a_missing_default_says_what_makes_it(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("medusa.places.checkout", lambda: None)
+    monkeypatch.setattr("medusa.assets.checkout", lambda: None)
     monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
     for words in (["generate", "Hello"], ["generate", "--base", EMBEDDED_BASE, "Hello"], ["evaluate"]):
         assert main(words) == 1
@@ -311,7 +311,7 @@ def test_the_name_of_the_embedded_base_is_the_directory_that_was_fetched(
 ):
     """In the checkout first, then in the cache; a directory of that name here comes before both."""
     monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("medusa.places.checkout", lambda: tmp_path / "checkout")
+    monkeypatch.setattr("medusa.assets.checkout", lambda: tmp_path / "checkout")
     monkeypatch.chdir(tmp_path)
     places = [tmp_path / "cache/models", tmp_path / "checkout/models", tmp_path]
     for place in places:

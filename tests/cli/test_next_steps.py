@@ -16,9 +16,9 @@ from tiny_training import counting_rows, write_rows
 
 import medusa.hardware
 from medusa import HeadsCheckpoint, MedusaModel, save_heads
-from medusa.cli.commands import ChatOptions, PushOptions
 from medusa.cli.main import COMMANDS, _named, main
-from medusa.cli.options import DrafterOptions, ModelOptions, chat_with, parse, print_next, words_of
+from medusa.cli.option_types import ChatOptions, PushOptions
+from medusa.cli.options import DrafterOptions, ModelOptions, chat_with, parse, print_next, to_argv
 from medusa.cli.train import TrainOptions, next_steps
 
 SIZE = 264  # tokens of the counting base, more than the tokenizer has; heads of an even size
@@ -131,7 +131,7 @@ def test_an_eagle3_head_goes_on_to_other_engines():
 )
 def test_options_come_back_from_their_words(kind, words):
     options = parse(kind, words)
-    assert parse(kind, words_of(options)) == options
+    assert parse(kind, to_argv(options)) == options
 
 
 def test_only_what_a_drafter_reads_goes_with_it():

@@ -4,7 +4,7 @@ from typing import Literal
 import pytest
 import tyro
 
-from medusa.cli.commands import ReplyOptions
+from medusa.cli.option_types import ReplyOptions, ServeOptions
 from medusa.cli.options import (
     AnswerOptions,
     DrafterOptions,
@@ -193,3 +193,9 @@ def test_positional_arguments_are_no_keys_of_a_file():
 def test_a_system_message_that_is_no_text_is_refused():
     with pytest.raises(ValueError, match="system must be UTF-8 text"):
         ReplyOptions(system="Be brief \udcff")
+
+
+def test_flags_and_keys_of_earlier_versions_still_work(config):
+    options = parse(ServeOptions, ["--config", config("remember: 3\n"), "--race"])
+    assert (options.service.suffix_cache_mib, options.service.allow_plain) == (3, True)
+    assert parse(ServeOptions, ["--remember=5"]).service.suffix_cache_mib == 5

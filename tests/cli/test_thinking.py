@@ -12,15 +12,15 @@ from tiny_training import chat_tokenizer, counting_rows, save_tiny_base, tiny_ba
 
 from medusa import MedusaModel
 from medusa.cli.chat import ChatSession
-from medusa.cli.commands import ChatOptions
 from medusa.cli.distill import DistillOptions, summarise, wanted_prompts
 from medusa.cli.loading import load_model, load_prompts
 from medusa.cli.main import main
-from medusa.cli.options import ModelOptions, PromptOptions, parse, words_of
+from medusa.cli.option_types import ChatOptions
+from medusa.cli.options import ModelOptions, PromptOptions, parse, to_argv
 from medusa.console import log_console
 from medusa.heads.checkpoint import load_heads
 from medusa.options import TemplateOptions
-from medusa.prompts import split_thoughts
+from medusa.prompts import split_reasoning
 from medusa.serving.requests import ChatRequest
 from medusa.serving.service import Service
 from medusa.serving.settings import ServiceOptions
@@ -50,7 +50,7 @@ def split(template: str, text: str, tokenizer=None) -> tuple[str, str]:
     tokenizer = tokenizer or chat_tokenizer(template)
     asked = [{"role": "user", "content": "a"}]
     prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
-    return split_thoughts(tokenizer, prompt, tokenizer(text, add_special_tokens=False)["input_ids"])
+    return split_reasoning(tokenizer, prompt, tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_an_answer_that_was_split_is_trained_on_as_it_was_written(template):
 def test_the_renderer_is_told_what_rows_do_not_say_and_remembers_both():
     renderer = Renderer(chat_tokenizer(THINKING), OFF)
     row = counting_rows(1)[0]
-    told = [row, {**row, "chat_template_kwargs": {"enable_thinking": True}, "tools": []}, row]
-    texts = [renderer.render(parse_row(each, "row"))[0].text for each in told]
+    template_kwargs = [row, {**row, "chat_template_kwargs": {"enable_thinking": True}, "tools": []}, row]
+    texts = [renderer.render(parse_row(each, "row"))[0].text for each in template_kwargs]
     assert ["<think>\n\n</think>" in text for text in texts] == [True, False, True]
     assert renderer.template_options == [OFF, {"enable_thinking": True}]
     with pytest.raises(ValueError, match=r"variables of the model's chat template, got \['tokenize'\]"):
@@ -179,15 +179,15 @@ class Asked:
         ),
     ],
 )
-def test_the_template_is_told_by_flags(words, told):
+def test_the_template_is_told_by_flags(words, template_kwargs):
     options = parse(Asked, words)
-    assert options.template.told == told
-    assert parse(Asked, words_of(options)) == options
+    assert options.template.template_kwargs == template_kwargs
+    assert parse(Asked, to_argv(options)) == options
 
 
 def test_a_file_tells_the_template(tmp_path):
     (tmp_path / "a.yaml").write_text("enable_thinking: false\n")
-    assert parse(Asked, ["--config", str(tmp_path / "a.yaml")]).template.told == OFF
+    assert parse(Asked, ["--config", str(tmp_path / "a.yaml")]).template.template_kwargs == OFF
 
 
 @pytest.mark.parametrize("number", ["1e400", "NaN", "-Infinity"])

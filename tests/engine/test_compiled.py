@@ -12,6 +12,7 @@ from conftest import GROUPED, VOCAB_SIZE, left_padded, needs_newest, random_prom
 from transformers import DogeConfig, DogeForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
+from medusa.assets import cache_home
 from medusa.base.causal_lm import lm_head, new_cache, prefill, verify
 from medusa.decoding.batch import BatchLimits, Row
 from medusa.engine import apply_engine
@@ -20,7 +21,6 @@ from medusa.engine.compiled import CompiledPass, library_paths, missing_for_comp
 from medusa.engine.kernels import missing_kernels
 from medusa.engine.programs import Part, Program
 from medusa.engine.views import missing_for_kernels
-from medusa.places import cache_home
 
 pytestmark = pytest.mark.skipif(
     missing_for_kernels(tiny_model("llama")) is not None, reason="no C++ compiler is installed"

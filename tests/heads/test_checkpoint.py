@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 import medusa.heads.checkpoint
 import medusa.hub
 from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, load_heads, save_heads, save_tree
+from medusa.assets import shipped_heads
 from medusa.cli.main import main
 from medusa.files import check_writable_target, write_json
 from medusa.heads.causal_layer import LayerConfig
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
-from medusa.places import shipped_heads
 
 KINDS = ["shared", "full", "token_map"]
 MAP = [20, 3, 7, 0, 11]

@@ -12,10 +12,10 @@ from tiny_chat import chat_base, chat_heads, chat_model, wide_tree
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import HeadsCheckpoint, MedusaModel, load_heads, save_heads
+from medusa.assets import shipped_heads
 from medusa.drafters.registry import DrafterFactory, DrafterSettings
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.heads.fingerprint import BaseFingerprint
-from medusa.places import shipped_heads
 
 ANOTHER = r"trained on another model \('tiny'\) than the base .*its LM head is 1\d\d\.\d% away"
 

@@ -13,17 +13,17 @@ from medusa import DecodingStatistics
 from medusa.measurement.benchmark import (
     Request,
     Setting,
-    earlier_exchanges,
-    lengthened,
+    build_history,
     measure,
     num_tokens_of,
+    pad_with_history,
     paired_ratio,
     runnable,
     setting_report,
 )
 from medusa.measurement.benchmark_report import add_tables
-from medusa.measurement.contenders import Contender
 from medusa.measurement.report import Report
+from medusa.measurement.systems import System
 from medusa.measurement.timing import Answer, new_tokens
 from medusa.prompts import Prompt
 
@@ -37,14 +37,14 @@ def encoded(*lengths):
     ]
 
 
-def contender(name, calls, failing=None, **options):
+def system(name, calls, failing=None, **options):
     def answer(input_ids, attention_mask, **arguments):
         calls.append((name, tuple(input_ids.shape), arguments["max_new_tokens"]))
         if failing is not None:
             raise failing
         return SimpleNamespace(sequences=torch.nn.functional.pad(input_ids, (0, 2), value=5))
 
-    return Contender(name, answer, **options)
+    return System(name, answer, **options)
 
 
 def test_the_last_batch_goes_around_to_the_first_prompts():
@@ -67,7 +67,7 @@ def test_the_time_to_the_first_token_is_taken_where_one_row_is_answered():
                 streamer.put(tokens)
         return SimpleNamespace(sequences=torch.nn.functional.pad(input_ids, (0, 2), value=5))
 
-    contenders = {"plain": Contender("plain", answer)}
+    contenders = {"plain": System("plain", answer)}
     (one,) = measure(contenders, Setting(1, None, encoded(3), ["a"]), ASKING)
     assert 0.04 <= one.first_token_seconds < one.seconds - 0.015, "the second put, not the prompt's"
     report = setting_report([one], is_greedy=True)
@@ -79,8 +79,8 @@ def test_the_time_to_the_first_token_is_taken_where_one_row_is_answered():
 def test_everyone_warms_up_on_the_longest_prompts_three_short_times_or_one_full_one():
     calls = []
     names = {
-        "plain": contender("plain", calls),
-        "transformers-static": contender("transformers-static", calls, is_compiled=True),
+        "plain": system("plain", calls),
+        "transformers-static": system("transformers-static", calls, is_compiled=True),
     }
     working, reasons = runnable(names, Setting(1, None, encoded(3, 9, 4), ["a"] * 3), ASKING)
     assert (list(working), reasons) == (["plain", "transformers-static"], {})
@@ -89,8 +89,8 @@ def test_everyone_warms_up_on_the_longest_prompts_three_short_times_or_one_full_
 
 def test_a_mode_of_transformers_that_fails_is_left_out_with_its_reason_and_ours_is_an_error():
     setting = Setting(2, None, encoded(3, 4), ["a"] * 2)
-    broken = contender("transformers", [], failing=RuntimeError("no luck\nand details"))
-    lookup = contender("prompt-lookup", [])
+    broken = system("transformers", [], failing=RuntimeError("no luck\nand details"))
+    lookup = system("prompt-lookup", [])
     working, reasons = runnable({"transformers": broken, "prompt-lookup": lookup}, setting, ASKING)
     assert working == {}
     assert reasons == {
@@ -98,19 +98,19 @@ def test_a_mode_of_transformers_that_fails_is_left_out_with_its_reason_and_ours_
         "prompt-lookup": "transformers offers it for one row at a time (at 2 rows)",
     }
     with pytest.raises(RuntimeError, match="no luck"):
-        runnable({"heads": contender("heads", [], failing=RuntimeError("no luck"))}, setting, ASKING)
+        runnable({"heads": system("heads", [], failing=RuntimeError("no luck"))}, setting, ASKING)
 
 
 # ------------------------------------------------------------------ what answers add up to
 
 
-def timing(contender, batch, seconds, tokens=((1, 2),), step=1.0, category="all"):
+def timing(system, batch, seconds, tokens=((1, 2),), step=1.0, category="all"):
     statistics = None
-    if contender != "transformers":
+    if system != "transformers":
         statistics = DecodingStatistics(num_rows=1, num_steps=2, num_passes=2, accepted_histogram=[1, 1])
         statistics.decode_seconds = 2 * step
         statistics.phase_seconds = {"draft": 0.2, "verify": 1.0, "accept": 0.4, "commit": 0.4}
-    return Answer(contender, batch, tokens, seconds, statistics, category)
+    return Answer(system, batch, tokens, seconds, statistics, category)
 
 
 def three_batches():
@@ -296,14 +296,14 @@ def prompt(text, answer=None, system=None):
 def test_a_prompt_is_filled_up_with_earlier_exchanges_about_other_questions():
     model = chat_model()
     prompts = [prompt("first", "one"), prompt("second", "two"), prompt("third", "three")]
-    exchanges = earlier_exchanges(model, prompts, num_tokens=10_000)
+    exchanges = build_history(model, prompts, num_tokens=10_000)
     assert [(q["content"], a["content"]) for q, a in exchanges] == [
         ("first", "one"),
         ("second", "two"),
         ("third", "three"),
     ]
     asked = prompt("second", system="Be kind.")
-    longer = lengthened(model, asked, exchanges, num_tokens=80)
+    longer = pad_with_history(model, asked, exchanges, num_tokens=80)
     contents = [message["content"] for message in longer.messages]
     assert (contents[0], contents[-1]) == ("Be kind.", "second")
     assert contents.count("second") == 1, "the question itself is not asked before"
@@ -315,12 +315,12 @@ def test_a_prompt_is_filled_up_with_earlier_exchanges_about_other_questions():
 def test_a_prompt_that_is_longer_by_itself_stays_as_it_is():
     model = chat_model()
     asked = prompt("a question of some length")
-    assert lengthened(model, asked, earlier_exchanges(model, [prompt("x", "y")], 50), 12) == asked
+    assert pad_with_history(model, asked, build_history(model, [prompt("x", "y")], 50), 12) == asked
 
 
 def test_missing_answers_are_the_models_own_and_no_more_are_made_than_needed():
     model = chat_model()
-    exchanges = earlier_exchanges(model, [prompt(text) for text in ("one", "two", "three")], num_tokens=20)
+    exchanges = build_history(model, [prompt(text) for text in ("one", "two", "three")], num_tokens=20)
     assert len(exchanges) == 1
     assert exchanges[0][1]["role"] == "assistant"
 
@@ -329,4 +329,4 @@ def test_without_a_chat_template_there_is_no_conversation_to_lengthen():
     model = chat_model()
     model.tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has no chat template to render them"):
-        earlier_exchanges(model, [prompt("one")], 20)
+        build_history(model, [prompt("one")], 20)

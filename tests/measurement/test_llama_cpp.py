@@ -10,8 +10,8 @@ from tiny_chat import VOCAB_SIZE, chat_base, chat_model
 from tiny_gguf import written_gguf
 
 from medusa.drafters.registry import DrafterSettings
-from medusa.measurement.contenders import make_contenders
 from medusa.measurement.llama_cpp import LEAST_SLOTS, LlamaCpp, answered_by
+from medusa.measurement.systems import make_contenders
 
 PROMPT = [5, 9, 2, 7, 1, 8]
 
@@ -83,7 +83,7 @@ def test_as_a_contender_it_ends_where_the_base_does_and_hands_on_every_token(fak
     model.base.generation_config.eos_token_id = [end, 3]
     contenders, skipped = make_contenders(["llama.cpp"], model, DrafterSettings(), [gguf_file])
     assert (list(contenders), skipped) == (["llama.cpp-q8_0"], {})
-    contender = contenders["llama.cpp-q8_0"]
+    system = contenders["llama.cpp-q8_0"]
     puts = []
 
     class Streamer:
@@ -91,7 +91,7 @@ def test_as_a_contender_it_ends_where_the_base_does_and_hands_on_every_token(fak
             puts.append(value.tolist())
 
     ids = torch.tensor([PROMPT])
-    output = contender.answer(
+    output = system.answer(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=20,
@@ -102,8 +102,8 @@ def test_as_a_contender_it_ends_where_the_base_does_and_hands_on_every_token(fak
     answer = expected_answer(20, {end, 3})
     assert output.sequences.tolist() == [PROMPT + answer]
     assert puts == [[PROMPT], *([token] for token in answer)]
-    assert not contender.is_ours
-    assert "one row at a time" in contender.refusal(2) and contender.refusal(1) is None
+    assert not system.is_ours
+    assert "one row at a time" in system.refusal(2) and system.refusal(1) is None
 
 
 def test_sampling_is_refused(fake, gguf_file):

@@ -214,7 +214,7 @@ def test_churn_lets_neither_memory_nor_threads_nor_files_grow():
     """MEDUSA_CHURN_SECONDS=600 is two hours of users who ask every five seconds."""
     seconds = float(os.environ.get("MEDUSA_CHURN_SECONDS", "60"))
     chance, seen, num_asked = random.Random(0), [], 0
-    of_little = {"prefix_mib": 1, "race": True}  # full within seconds
+    of_little = {"prefix_mib": 1, "allow_plain": True}  # full within seconds
     with running(tool_model(TOOL_TEMPLATE + "<think>"), **of_little) as server:
 
         async def visit(client: httpx.AsyncClient) -> None:
@@ -532,7 +532,7 @@ def bodies(draw) -> bytes:
 def in_process():
     """A service, and its application without a socket."""
     model = tool_model(TOOL_TEMPLATE.replace("{...}", "<function=") + "<think>")
-    service = tiny_service(model, race=True, max_new_tokens=64)
+    service = tiny_service(model, allow_plain=True, max_new_tokens=64)
     service.start()
     with TestClient(create_application(service, AccessOptions()), base_url="http://localhost") as client:
         yield service, client

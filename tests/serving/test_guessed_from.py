@@ -19,7 +19,7 @@ ASKED = {"model": "tiny", "messages": HELLO, "max_tokens": 60, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def server():
-    with running(chat_model(), race=True) as started:
+    with running(chat_model(), allow_plain=True) as started:
         yield started
 
 
@@ -57,7 +57,7 @@ def num_steps(client):
 
 def test_what_was_answered_to_one_key_drafts_for_no_other():
     access = AccessOptions(api_key=("a", "b"))
-    with running(chat_model(), access, remember=1) as server:
+    with running(chat_model(), access, suffix_cache_mib=1) as server:
         first, other = client_of(server, "a"), client_of(server, "b")
         fresh = num_steps(first)
         again, of_other = num_steps(first), num_steps(other)
@@ -70,7 +70,7 @@ def test_what_was_answered_to_one_key_drafts_for_no_other():
 
 
 def test_an_answer_that_was_given_up_is_not_remembered(monkeypatch):
-    with running(chat_model(), remember=1) as server:
+    with running(chat_model(), suffix_cache_mib=1) as server:
         client, tell = client_of(server), Worker._tell
         with monkeypatch.context() as broken:
             broken.setattr(

@@ -54,7 +54,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium h
 
 @pytest.fixture(scope="module")
 def server():
-    with running(chat_model(), race=True) as started:
+    with running(chat_model(), allow_plain=True) as started:
         yield started
 
 
@@ -226,7 +226,7 @@ def test_who_scrolls_up_or_selects_is_left_alone_while_an_answer_comes(browser, 
 
 
 def test_thoughts_are_folded_away_beside_the_answer_and_not_sent_again(browser, server):
-    thoughts, box = (
+    reasoning_tags, box = (
         "document.querySelector('.assistant details.thought')",
         "document.querySelector('.assistant .body')",
     )
@@ -234,19 +234,19 @@ def test_thoughts_are_folded_away_beside_the_answer_and_not_sent_again(browser, 
     ask(browser, "Hello")
     browser.value("think('Hm, <b>bold</b>')")
     assert browser.value("$('status').textContent") == "thinking"
-    assert browser.value(f"[{thoughts}.open, {box}.innerText]") == [False, "Thoughts"]
-    browser.value(f"{thoughts}.firstChild.click(), new Promise(requestAnimationFrame).then(() => null)")
+    assert browser.value(f"[{reasoning_tags}.open, {box}.innerText]") == [False, "Thoughts"]
+    browser.value(f"{reasoning_tags}.firstChild.click(), new Promise(requestAnimationFrame).then(() => null)")
     browser.value("think(' and so.'), say('Good **day**.')")
     assert browser.value("$('status').textContent") == "answering"
     shown = "Thoughts\nHm, <b>bold</b> and so.\nGood day."
-    assert browser.value(f"{thoughts}.open && {box}.innerText.replace(/\\n+/g, '\\n')") == shown
+    assert browser.value(f"{reasoning_tags}.open && {box}.innerText.replace(/\\n+/g, '\\n')") == shown
     browser.value("end()")
     answered(browser, 1)
     assert browser.value("messages[1].content") == "Good **day**."
     browser.visit(server.url)
-    assert browser.value(f"{thoughts}.open") is False and browser.value(f"{thoughts}.textContent").endswith(
-        "so."
-    )
+    assert browser.value(f"{reasoning_tags}.open") is False and browser.value(
+        f"{reasoning_tags}.textContent"
+    ).endswith("so.")
     browser.value(BY_HAND)
     ask(browser, "Why?")
     assert browser.value("sent") == ["user: Hello, assistant: Good **day**., user: Why?"]

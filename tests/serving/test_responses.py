@@ -10,7 +10,7 @@ import pytest
 from tiny_chat import chat_model, tool_model
 from tiny_server import WEATHER, Running, client_of, running
 
-from medusa.serving.answer_reader import Part
+from medusa.serving.output_parser import Part
 from medusa.serving.responses import ResponseReplies, ResponsesRequest
 from medusa.serving.worker import Update, Worker
 

@@ -56,7 +56,7 @@ def tiny_chat_model():
 
 @pytest.fixture(scope="module")
 def server(tiny_chat_model):
-    with running(tiny_chat_model, race=True) as started:
+    with running(tiny_chat_model, allow_plain=True) as started:
         yield started
 
 
@@ -131,7 +131,7 @@ def test_every_reply_and_its_line_in_the_log_say_what_guessing_did(tiny_chat_mod
     monkeypatch.setattr(DraftCosts, "adaptive", lambda *_: None)  # whatever a draft costs here
     asked = {"model": "tiny", "messages": HELLO, "max_tokens": 40, "temperature": 0}
     caplog.set_level(logging.INFO, "medusa.serving")
-    with running(tiny_chat_model, race=True) as server:
+    with running(tiny_chat_model, allow_plain=True) as server:
         whole = client_of(server).chat.completions.create(**asked).usage
         num_drafted = server.service.worker.batches[False].num_drafted
         plain = client_of(server).chat.completions.create(**asked, extra_body={"medusa_plain": True}).usage

@@ -34,7 +34,7 @@ from rich.text import Text
 from medusa.conversations import Message, as_template
 from medusa.heads.calibration import AnsweredTokens
 from medusa.options import differences
-from medusa.prompts import check_told, thoughts_of
+from medusa.prompts import check_template_kwargs, reasoning_tags
 from medusa.training.config import DataOptions
 from medusa.training.data.dataset import (
     ONLY_IN_TRAINING,
@@ -65,12 +65,12 @@ class RenderedText:
 
 
 class Renderer:
-    """Renders examples with one tokenizer's chat template, which is told ``told`` where an example does not
-    say it itself; ``skipped`` counts the answers left out by why."""
+    """Renders examples with one tokenizer's chat template, which is told ``template_kwargs`` where an example
+    does not say it itself; ``skipped`` counts the answers left out by why."""
 
-    def __init__(self, tokenizer: Any, told: Mapping[str, Any] | None = None):
-        self.tokenizer, self.told = tokenizer, told or {}
-        check_told(self.told)
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None):
+        self.tokenizer, self.template_kwargs = tokenizer, template_kwargs or {}
+        check_template_kwargs(self.template_kwargs)
         self.skipped: Counter[str] = Counter()
         self.template_options: list[dict[str, Any]] = []
         """What it was told, tools and documents left out: every different one."""
@@ -86,7 +86,7 @@ class Renderer:
             return [RenderedText(example.text, ((0, len(example.text)),), True)]
         if not self.tokenizer.chat_template:
             return self._continued(example)
-        example = replace(example, template_options={**self.told, **example.template_options})
+        example = replace(example, template_options={**self.template_kwargs, **example.template_options})
         documents: list[RenderedText] = []
         text, written = "", list[tuple[int, int]]()
         for index in _answer_indices(example.messages):
@@ -105,9 +105,9 @@ class Renderer:
         if written:
             documents.append(RenderedText(text, tuple(written)))
             given = example.template_options.items()
-            told = {key: value for key, value in given if key not in ("tools", "documents")}
-            if told not in self.template_options and len(self.template_options) < _MOST_REMEMBERED:
-                self.template_options.append(told)
+            template_kwargs = {key: value for key, value in given if key not in ("tools", "documents")}
+            if template_kwargs not in self.template_options and len(self.template_options) < _MOST_REMEMBERED:
+                self.template_options.append(template_kwargs)
         return documents
 
     def _continued(self, example: Example) -> list[RenderedText]:
@@ -145,7 +145,7 @@ class Renderer:
             return self._skip("an empty answer")
         is_open = self._opens_reasoning(prompt, example, index)
         if reasoning and reasoning not in shown:
-            begin, end = thoughts_of(self.tokenizer.chat_template)
+            begin, end = reasoning_tags(self.tokenizer.chat_template)
             if not end or calls:
                 return self._skip("reasoning that the template does not show")
             # some templates take it out of what the model has said
@@ -376,7 +376,7 @@ def tokenised(options: DataOptions, tokenizer: Any, directory: Path) -> Path:
     counts: Counter[str] = Counter()
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".rows-") as spool:
-        renderer = Renderer(tokenizer, options.told)
+        renderer = Renderer(tokenizer, options.template_kwargs)
         texts = _rendered(read_examples(options.data, options.data_split), renderer, counts)
         write_documents(Path(spool, "all"), filtered(tokenise(tokenizer, texts), options, counts))
         documents = read_documents(Path(spool, "all"))

@@ -27,7 +27,7 @@ from medusa.conversations import ANSWER_KEYS, Message, as_openai, check_keepable
 from medusa.decoding.batch import Batch, BatchLimits, Row
 from medusa.decoding.state import DecodeRequest
 from medusa.model import MedusaModel
-from medusa.prompts import encode_messages, split_thoughts
+from medusa.prompts import encode_messages, split_reasoning
 
 _RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _REFUSED_CLIENT = frozenset({401, 402, 403, 404, 405})
@@ -347,7 +347,7 @@ class LocalAnswerer:
     def _reply(self, row: Row) -> Reply:
         was_cut = row.finish_reason != "stop"
         tokens = row.tokens if was_cut else row.tokens[:-1]  # the last one only ended it
-        thoughts, text = split_thoughts(self.tokenizer, row.prompt, tokens)
+        thoughts, text = split_reasoning(self.tokenizer, row.prompt, tokens)
         if was_cut:  # a character whose last bytes were cut off
             thoughts, text = (each.rstrip("\N{REPLACEMENT CHARACTER}") for each in (thoughts, text))
         reasoning = {"reasoning_content": thoughts} if thoughts else {}

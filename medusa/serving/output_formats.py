@@ -1,7 +1,7 @@
 """The forms in which models write answers, found from the chat template: where reasoning stands, and how a
 tool is called.
 
-:mod:`medusa.serving.answer_reader` reads all of them; what is here says which one a model knows, and gives
+:mod:`medusa.serving.output_parser` reads all of them; what is here says which one a model knows, and gives
 the rules of a grammar (Lark, as llguidance reads it) by which a call is written in it.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from medusa.acceptance.grammar import json_rule
-from medusa.prompts import thoughts_of
+from medusa.prompts import reasoning_tags
 
 HARMONY = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>")
 """What stands around and in the messages of gpt-oss; a final answer is one on the channel ``final``."""
@@ -36,15 +36,15 @@ OF_PARAMETERS = {
     *("type", "properties", "required", "additionalProperties", "$defs", "definitions", *ANNOTATIONS),
 }
 """Keys of the schema of all parameters that are kept where these stand one by one."""
-Spelt = Callable[[str], str]
+Terminals = Callable[[str], str]
 """A text as a part of a grammar: its control tokens as tokens."""
 
 
 @dataclass(frozen=True)
-class AnswerForm:
+class OutputFormat:
     """How a model writes what is no plain text."""
 
-    thoughts: tuple[str, str] = ("", "")
+    reasoning_tags: tuple[str, str] = ("", "")
     """What reasoning begins and ends with; empty where the template knows none."""
     call: Literal["hermes", "xml", "python", "json", "harmony"] = "json"
     """How a forced call is written."""
@@ -62,37 +62,41 @@ class AnswerForm:
     @property
     def marks(self) -> tuple[str, ...]:
         """Control tokens that tell the parts of an answer apart."""
-        return HARMONY if self.is_harmony else (*filter(None, self.thoughts), "<tool_call>", "</tool_call>")
+        return (
+            HARMONY
+            if self.is_harmony
+            else (*filter(None, self.reasoning_tags), "<tool_call>", "</tool_call>")
+        )
 
-    def thoughts_before(self, spelt: Spelt, is_thinking: bool | None) -> tuple[str, list[str]]:
+    def reasoning_before(self, as_terminals: Terminals, in_reasoning: bool | None) -> tuple[str, list[str]]:
         """What comes before an answer that keeps to a grammar, as a part of its start, and the rules for it.
 
         Args:
-            is_thinking: whether the prompt has begun the reasoning, so that it must end; False where it has
+            in_reasoning: whether the prompt has begun the reasoning, so that it must end; False where it has
                 ended it, None where there may be some or none.
         """
-        begin, end = self.thoughts
+        begin, end = self.reasoning_tags
         if self.is_harmony:
             begin, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
-        if not end or is_thinking is False:
+        if not end or in_reasoning is False:
             return "", []
         rest = r"/\n{0,2}/"
-        if spelt(end) == json.dumps(end):  # no token of its own
+        if as_terminals(end) == json.dumps(end):  # no token of its own
             rules = [f"thoughts: thought {rest}", f"thought[suffix={json.dumps(end)}]: /(?s:.*)/"]
         else:
-            rules = [f"thoughts: /(?s:.*)/ {spelt(end)} {rest}"]
-        return ("thoughts" if is_thinking else f"({spelt(begin)} thoughts)?"), rules
+            rules = [f"thoughts: /(?s:.*)/ {as_terminals(end)} {rest}"]
+        return ("thoughts" if in_reasoning else f"({as_terminals(begin)} reasoning_tags)?"), rules
 
-    def text_around(self, spelt: Spelt) -> str:
+    def text_around(self, as_terminals: Terminals) -> str:
         """What stands before an answer that is no call."""
-        return spelt("<|channel|>final<|message|>") if self.is_harmony else ""
+        return as_terminals("<|channel|>final<|message|>") if self.is_harmony else ""
 
     @property
     def calls(self) -> str:
         """One call or more, of the rule ``call``."""
         return r'call ("\n" call)*' if self.call in ("hermes", "xml") else "call"
 
-    def call_rules(self, functions: Sequence[Mapping[str, Any]], spelt: Spelt) -> list[str]:
+    def call_rules(self, functions: Sequence[Mapping[str, Any]], as_terminals: Terminals) -> list[str]:
         """``call``, which is one call of one of ``functions``, and the rules below it.
 
         Raises:
@@ -102,20 +106,22 @@ class AnswerForm:
         for index, function in enumerate(functions):
             given = function.get("parameters")
             schema = {"type": "object", **(NO_PARAMETERS if given is None else given)}
-            self._check_name(function["name"], spelt)
+            self._check_name(function["name"], as_terminals)
             if self.call in ("xml", "python"):
-                rules += _by_parameter(self.call, index, function["name"], schema, spelt)
+                rules += _by_parameter(self.call, index, function["name"], schema, as_terminals)
                 continue
             before, after = self._around_arguments(function["name"])
-            end = f" {spelt(after)}" if after else ""
+            end = f" {as_terminals(after)}" if after else ""
             rules += [
-                f"call_{index}: {spelt(before)} given_{index}{end}",
+                f"call_{index}: {as_terminals(before)} given_{index}{end}",
                 json_rule(f"given_{index}", schema),
             ]
         return rules
 
-    def _check_name(self, name: str, spelt: Spelt) -> None:
-        is_read = NAMES[self.call].fullmatch(name) if self.call in NAMES else spelt(name) == json.dumps(name)
+    def _check_name(self, name: str, as_terminals: Terminals) -> None:
+        is_read = (
+            NAMES[self.call].fullmatch(name) if self.call in NAMES else as_terminals(name) == json.dumps(name)
+        )
         if not is_read:
             raise ValueError(
                 f"the name of the function {name!r} could not be read again in the form in which this model "
@@ -129,18 +135,18 @@ class AnswerForm:
         return (f"<tool_call>\n{before}", "}\n</tool_call>") if self.call == "hermes" else (before, "}")
 
 
-def form_of(template: str) -> AnswerForm:
+def detect_format(template: str) -> OutputFormat:
     """The form that a chat template shows to its model."""
-    thoughts = thoughts_of(template)
+    tags = reasoning_tags(template)
     if "<|channel|>" in template and "<|message|>" in template:
-        return AnswerForm(call="harmony")
+        return OutputFormat(call="harmony")
     if "<function=" in template:
-        return AnswerForm(thoughts, "xml")
+        return OutputFormat(tags, "xml")
     if "<tool_call>" in template:
-        return AnswerForm(thoughts, "hermes")
+        return OutputFormat(tags, "hermes")
     if "<|python_start|>" in template or "func_name1(" in template:
-        return AnswerForm(thoughts, "python")
-    return AnswerForm(thoughts, "json", "parameters" if '"parameters": ' in template else "arguments")
+        return OutputFormat(tags, "python")
+    return OutputFormat(tags, "json", "parameters" if '"parameters": ' in template else "arguments")
 
 
 def types_of(schema: Any) -> set[str]:
@@ -220,7 +226,9 @@ def _texts_of(schema: Mapping[str, Any]) -> list[str]:
     return texts
 
 
-def _by_parameter(kind: str, index: int, name: str, schema: Mapping[str, Any], spelt: Spelt) -> list[str]:
+def _by_parameter(
+    kind: str, index: int, name: str, schema: Mapping[str, Any], as_terminals: Terminals
+) -> list[str]:
     """A call whose parameters stand one by one, in the order of the schema: required ones first."""
     _check_parameters(kind, name, schema)
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -243,7 +251,10 @@ def _by_parameter(kind: str, index: int, name: str, schema: Mapping[str, Any], s
     names = [f"given_{index}_{number}" for number in range(len(keys))]
     first, rest = names[: len(required)], names[len(required) :]
     if kind == "xml":
-        before, after = spelt(f"<tool_call>\n<function={name}>\n"), spelt("</function>\n</tool_call>")
+        before, after = (
+            as_terminals(f"<tool_call>\n<function={name}>\n"),
+            as_terminals("</function>\n</tool_call>"),
+        )
         return [f"call_{index}: {' '.join([before, *first, *(f'{each}?' for each in rest), after])}", *rules]
     behind = [f'(", " {each})?' for each in rest]
     given = " ".join([' ", " '.join(first), *behind])

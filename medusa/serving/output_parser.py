@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from medusa.serving.answer_forms import AnswerForm, types_of
+from medusa.serving.output_formats import OutputFormat, types_of
 from medusa.serving.requests import json_value
 
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -50,29 +50,34 @@ Waiting = Generator[None, None, None]
 Asking = Generator[None, None, bool]
 
 
-class AnswerReader:
+class OutputParser:
     """Text in, parts out.
 
     Args:
         form: how the model writes.
         tools: the functions that were offered, by name; no others are called.
         most: calls that are read; what comes behind them is dropped.
-        is_thinking: the prompt has begun the reasoning.
+        in_reasoning: the prompt has begun the reasoning.
     """
 
     def __init__(
         self,
-        form: AnswerForm,
+        output_format: OutputFormat,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         most: int | None = None,
-        is_thinking: bool = False,
+        in_reasoning: bool = False,
     ):
         self.num_calls = 0
-        self._form, self._tools, self._most, self._is_thinking = form, tools or {}, most, is_thinking
+        self._format, self._tools, self._most, self._is_thinking = (
+            output_format,
+            tools or {},
+            most,
+            in_reasoning,
+        )
         self._held, self._at, self._is_whole = "", 0, False  # what has come, how far it is understood
         self._blank, self._drops_blank = "", False
         self._parts: list[Part] = []
-        self._reading = self._messages() if form.is_harmony else self._thoughts_and_rest()
+        self._reading = self._messages() if output_format.is_harmony else self._thoughts_and_rest()
 
     def feed(self, text: str) -> list[Part]:
         """What is certain now."""
@@ -189,7 +194,7 @@ class AnswerReader:
     # Reasoning, and then text and calls
 
     def _thoughts_and_rest(self) -> Waiting:
-        begin, end = self._form.thoughts
+        begin, end = self._format.reasoning_tags
         if end and (self._is_thinking or (yield from self._skip(begin))):
             self._commit()
             self._drop_blank()
@@ -198,7 +203,7 @@ class AnswerReader:
         self._at = 0
         if self._tools and not (yield from self._calls_alone()):
             self._at = 0
-        marks = self._form.call_marks if self._tools else ()
+        marks = self._format.call_marks if self._tools else ()
         while mark := (yield from self._until(marks, self._say)):
             if not (yield from self._marked_calls(mark)):
                 self._at = 0

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from medusa.assets import EMBEDDED_BASE
 from medusa.cli.options import (
     AnswerOptions,
     DrafterOptions,
@@ -17,7 +18,6 @@ from medusa.cli.options import (
 )
 from medusa.cli.terminal import checked_utf8
 from medusa.options import Dtype, ForeignName, TemplateOptions, check_above, check_at_least, check_read_by
-from medusa.places import EMBEDDED_BASE
 from medusa.serving.settings import AccessOptions, AddressOptions, ServiceOptions
 
 
@@ -104,9 +104,9 @@ class GenerateOptions(AnsweringOptions):
         super().__post_init__()
         if self.raw and self.replies.system is not None:
             raise ValueError("system goes with the chat template, which raw leaves out; give one of them")
-        if self.raw and self.template.told:
+        if self.raw and self.template.template_kwargs:
             raise ValueError(
-                f"raw leaves out the chat template, which {self.template.told} are for; give one"
+                f"raw leaves out the chat template, which {self.template.template_kwargs} are for; give one"
             )
         if self.replies.plain and self.prediction is not None:
             raise ValueError("plain guesses nothing, and prediction is for guessing; give one of them")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from medusa.places import (
+from medusa.assets import (
     EMBEDDED_BASE,
     cache_home,
     embedded_base,
@@ -31,7 +31,7 @@ def test_a_wrong_name_is_answered_with_the_nearest(given):
 
 
 def test_a_package_that_is_installed_has_its_configurations_in_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr("medusa.places.PACKAGE", tmp_path / "site-packages" / "medusa")
+    monkeypatch.setattr("medusa.assets.PACKAGE", tmp_path / "site-packages" / "medusa")
     assert shipped_files() == tmp_path / "site-packages/medusa/configs"
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages/pyproject.toml").touch()
@@ -47,7 +47,7 @@ def test_the_cache_is_where_the_user_wants_it(tmp_path, monkeypatch):
 
 
 def test_the_embedded_base_is_known_by_name_and_by_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr("medusa.places.checkout", lambda: None)
+    monkeypatch.setattr("medusa.assets.checkout", lambda: None)
     monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
     home = tmp_path / "models" / EMBEDDED_BASE
     home.mkdir(parents=True)

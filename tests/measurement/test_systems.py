@@ -9,7 +9,7 @@ from tiny_chat import chat_heads, chat_model, save_chat_model
 from medusa import HeadsCheckpoint, MedusaModel, save_heads
 from medusa.drafters.registry import DrafterSettings
 from medusa.heads.adapter import Adapter
-from medusa.measurement.contenders import (
+from medusa.measurement.systems import (
     THEIRS,
     check_names,
     default_names,
@@ -33,7 +33,7 @@ def test_every_contender_gives_the_same_tokens():
 
 
 def test_what_cannot_run_here_is_left_out_with_the_reason(monkeypatch):
-    monkeypatch.setattr("medusa.measurement.contenders.shutil.which", lambda name: None)
+    monkeypatch.setattr("medusa.measurement.systems.shutil.which", lambda name: None)
     contenders, skipped = make_contenders(THEIRS, chat_model(), DrafterSettings())
     assert list(contenders) == ["transformers", "prompt-lookup"]
     assert "needs a C++ compiler" in skipped["transformers-static"]

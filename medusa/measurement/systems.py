@@ -59,7 +59,7 @@ WORKS_ON_ONE_ROW = (LOOKUP, ASSISTED)
 
 
 @dataclass(frozen=True)
-class Contender:
+class System:
     """One way to answer."""
 
     name: str
@@ -160,7 +160,7 @@ def _expanded(
 
 def _ours(
     name: str, rule: str, model: MedusaModel, drafters: DrafterFactory, is_greedy: bool
-) -> Contender | str:
+) -> System | str:
     """Our ``generate`` with a drafter under ``rule``, or with the heads in the tree of the batch size.
 
     Or why the two do not go together: drafts would be biased, or it is another contender in disguise.
@@ -190,7 +190,7 @@ def _ours(
             choice["drafter"] = drafters.make(name, num_rows=len(input_ids), only_chain=only_chain)
         return model.generate(input_ids=input_ids, acceptance=rule, **choice, **call)
 
-    return Contender(pair_name(name, rule), answer)
+    return System(pair_name(name, rule), answer)
 
 
 def heads_drafter(model: MedusaModel, heads: Heads, tree: CandidateTree) -> Drafter:
@@ -213,7 +213,7 @@ def heads_without_adapter(source: str) -> HeadsCheckpoint:
     return checkpoint
 
 
-def other_heads(name: str, model: MedusaModel) -> Contender:
+def other_heads(name: str, model: MedusaModel) -> System:
     """The heads of ``LABEL=HEADS`` in the tree that they come with.
 
     Raises:
@@ -224,13 +224,13 @@ def other_heads(name: str, model: MedusaModel) -> Contender:
     check_heads_fit(checkpoint.heads, model.base)
     tree = checkpoint.tree or CandidateTree.chain(checkpoint.heads.num_heads)
     drafter = heads_drafter(model, checkpoint.heads, tree)
-    return Contender(label, lambda **call: model.generate(drafter=drafter, **call))
+    return System(label, lambda **call: model.generate(drafter=drafter, **call))
 
 
 # ------------------------------------------------------------------ those of others
 
 
-def _theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> Contender | str:
+def _theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> System | str:
     """A contender of ``transformers``, on the base as it was loaded; or why it cannot run here."""
     base, options = model.base, dict[str, Any]()
     if name == STATIC:
@@ -254,11 +254,11 @@ def _theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> Contend
             loaded: Any = load_base(str(given), dtype=base.dtype)
             given = loaded.to(base.device)
         options["assistant_model"] = given
-    return Contender(name, lambda **call: base.generate(**call, **options), is_compiled=name == STATIC)
+    return System(name, lambda **call: base.generate(**call, **options), is_compiled=name == STATIC)
 
 
 def llama_cpp_files(model: MedusaModel, given: Sequence[Path] | None) -> dict[str, Path]:
-    """Contender -> its GGUF file: those given, else those in the base's directory.
+    """System -> its GGUF file: those given, else those in the base's directory.
 
     A contender is called after the end of its file's name: ``llama.cpp-q8_0`` is MODEL-q8_0.gguf.
 
@@ -277,7 +277,7 @@ def llama_cpp_files(model: MedusaModel, given: Sequence[Path] | None) -> dict[st
     return files
 
 
-def _by_llama_cpp(name: str, model: MedusaModel, files: Mapping[str, Path]) -> Contender | str:
+def _by_llama_cpp(name: str, model: MedusaModel, files: Mapping[str, Path]) -> System | str:
     """llama.cpp with the file that is called so; or why it cannot take part."""
     if name not in files:
         known = f"; there are {', '.join(files)}" if files else ""
@@ -286,7 +286,7 @@ def _by_llama_cpp(name: str, model: MedusaModel, files: Mapping[str, Path]) -> C
         return f"it runs on the CPU here, and the base is on {model.device.type}"
     if (lacks := missing_llama_cpp()) is not None:
         return lacks
-    return Contender(name, answered_by(LlamaCpp(files[name], vocab_size(model.base)), end_ids(model.base)))
+    return System(name, answered_by(LlamaCpp(files[name], vocab_size(model.base)), end_ids(model.base)))
 
 
 # ------------------------------------------------------------------ all together
@@ -299,7 +299,7 @@ def make_contenders(
     gguf_files: Sequence[Path] | None = None,
     rules: Sequence[str] = (EXACT,),
     is_greedy: bool = True,
-) -> tuple[dict[str, Contender], dict[str, str]]:
+) -> tuple[dict[str, System], dict[str, str]]:
     """The contenders by name, our own under each of ``rules``, and the reasons of those that cannot run here.
 
     ``gguf_files`` are for :func:`llama_cpp_files`.
@@ -313,7 +313,7 @@ def make_contenders(
     names = _expanded(names, model, drafters, files)
     for name in filter(_is_drafter, names):
         drafters.make(name)  # refused, if at all, before anything is measured
-    found: list[tuple[str, Contender | str]] = []
+    found: list[tuple[str, System | str]] = []
     for name in names:
         if name in THEIRS:
             found.append((name, _theirs(name, model, settings)))
@@ -327,5 +327,5 @@ def make_contenders(
                 found.append((pair_name(name, rule), _ours(name, rule, model, drafters, is_greedy)))
     if len(dict(found)) < len(found):
         raise ValueError(f"contenders must have names of their own, got {[name for name, _ in found]}")
-    contenders = {name: each for name, each in found if isinstance(each, Contender)}
+    contenders = {name: each for name, each in found if isinstance(each, System)}
     return contenders, {name: reason for name, reason in found if isinstance(reason, str)}

@@ -12,8 +12,8 @@ from tiny_chat import chat_tokenizer
 from transformers import AddedToken
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from medusa.serving.answer_forms import AnswerForm, form_of
-from medusa.serving.answer_reader import AnswerReader
+from medusa.serving.output_formats import OutputFormat, detect_format
+from medusa.serving.output_parser import OutputParser
 from medusa.serving.worker import AnswerText
 
 TOKENIZER = chat_tokenizer()
@@ -39,8 +39,8 @@ CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
 OTHER = '{"name": "time", "arguments": {}}'
 OSLO = ("weather", {"city": "Oslo"})
 TIME = ("time", {})
-HERMES, XML, HARMONY = AnswerForm(call="hermes"), AnswerForm(call="xml"), AnswerForm(call="harmony")
-PYTHON, THINKING = AnswerForm(call="python"), AnswerForm(("<think>", "</think>"), "hermes")
+HERMES, XML, HARMONY = OutputFormat(call="hermes"), OutputFormat(call="xml"), OutputFormat(call="harmony")
+PYTHON, THINKING = OutputFormat(call="python"), OutputFormat(("<think>", "</think>"), "hermes")
 
 
 def xml(name: str, **given: str) -> str:
@@ -48,9 +48,11 @@ def xml(name: str, **given: str) -> str:
     return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
 
 
-def read(form: AnswerForm, text: str, sizes: list[int], **options) -> tuple[str, str, list[tuple[str, dict]]]:
+def read(
+    form: OutputFormat, text: str, sizes: list[int], **options
+) -> tuple[str, str, list[tuple[str, dict]]]:
     """What is thought, what is said, and the calls."""
-    reader, parts, at, turn = AnswerReader(form, options.pop("tools", TOOLS), **options), [], 0, 0
+    reader, parts, at, turn = OutputParser(form, options.pop("tools", TOOLS), **options), [], 0, 0
     while at < len(text):
         size = sizes[turn % len(sizes)]
         parts += reader.feed(text[at : at + size])
@@ -168,16 +170,16 @@ THOUGHT = [
 
 
 @pytest.mark.parametrize(
-    ("form", "text", "is_thinking", "found"), THOUGHT, ids=[each[1][:30] for each in THOUGHT]
+    ("form", "text", "in_reasoning", "found"), THOUGHT, ids=[each[1][:30] for each in THOUGHT]
 )
 @settings(max_examples=25, deadline=None)
 @given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4))
-def test_what_is_thought_is_told_apart_from_what_is_said(form, text, is_thinking, found, sizes):
-    assert read(form, text, sizes, is_thinking=is_thinking) == found
+def test_what_is_thought_is_told_apart_from_what_is_said(form, text, in_reasoning, found, sizes):
+    assert read(form, text, sizes, in_reasoning=in_reasoning) == found
 
 
 def test_text_before_a_call_is_not_held_back():
-    reader = AnswerReader(HERMES, TOOLS)
+    reader = OutputParser(HERMES, TOOLS)
     assert [part.text for part in reader.feed("I say <tool")] == ["I say"]
     assert [part.text for part in reader.feed(" bar")] == [" <tool bar"]
 
@@ -191,7 +193,7 @@ def test_text_before_a_call_is_not_held_back():
     ],
 )
 def test_arguments_come_as_they_are_written(form, text):
-    reader = AnswerReader(form, TOOLS)
+    reader = OutputParser(form, TOOLS)
     parts = reader.feed(text[: text.index("lo")])
     assert [part.kind for part in parts[:2]] == ["call", "arguments"]
     assert "".join(part.text for part in parts[1:]) == '{"city": "Os'
@@ -209,14 +211,14 @@ TEMPLATES = [
     ("<|start|>assistant<|channel|>final<|message|>", HARMONY),
     ("in the format of [func_name1(params_name1=params_value1)]", PYTHON),
     ("<|python_start|>{{ call }}<|python_end|>", PYTHON),
-    ('respond with {"name": ..., "parameters": {}}', AnswerForm(arguments_key="parameters")),
-    ("{{ message }}", AnswerForm()),
+    ('respond with {"name": ..., "parameters": {}}', OutputFormat(arguments_key="parameters")),
+    ("{{ message }}", OutputFormat()),
 ]
 
 
 @pytest.mark.parametrize(("template", "form"), TEMPLATES, ids=[each[0][:30] for each in TEMPLATES])
 def test_the_form_is_found_from_the_template(template, form):
-    assert form_of(template) == form
+    assert detect_format(template) == form
 
 
 FORMS = [*dict.fromkeys(form for _, form in TEMPLATES)]
@@ -243,7 +245,7 @@ GIVEN = [
 ]
 
 
-def written(form: AnswerForm, name: str, given: dict) -> str:
+def written(form: OutputFormat, name: str, given: dict) -> str:
     if form.call == "xml":  # only what the schema calls a string is written as it stands
         as_it_stands = [key for key, each in given.items() if (key == "city" and each) or each == "x y"]
         return xml(
@@ -256,7 +258,7 @@ def written(form: AnswerForm, name: str, given: dict) -> str:
 
 
 @functools.cache
-def tokenizer_and_compiler(form: AnswerForm, has_tokens: bool):
+def tokenizer_and_compiler(form: OutputFormat, has_tokens: bool):
     """Of a model whose tokenizer has the marks of ``form`` as tokens, or has not."""
     from medusa.acceptance.grammar import GrammarCompiler
 
@@ -273,16 +275,16 @@ def test_a_forced_call_may_be_written_in_the_form_and_is_read_again(form, schema
     pytest.importorskip("llguidance")
     tokenizer, compiler = tokenizer_and_compiler(form, has_tokens)
     functions = [{"name": "other"}, {"name": "f", "parameters": schema}]
-    rules = ["answer: call", *form.call_rules(functions, compiler.spelt)]
-    for is_thinking in (None, True) if form.thoughts[0] else (None,):
-        thought = ("Hm." if is_thinking else "") + form.thoughts[1] if is_thinking else ""
+    rules = ["answer: call", *form.call_rules(functions, compiler.as_terminals)]
+    for in_reasoning in (None, True) if form.reasoning_tags[0] else (None,):
+        thought = ("Hm." if in_reasoning else "") + form.reasoning_tags[1] if in_reasoning else ""
         text = thought + written(form, "f", arguments)
-        grammar = compiler.compile(rules, *form.thoughts_before(compiler.spelt, is_thinking))
+        grammar = compiler.compile(rules, *form.reasoning_before(compiler.as_terminals, in_reasoning))
         processor, ids = grammar.processor(0), tokenizer(text, add_special_tokens=False)["input_ids"]
         assert processor._moved_to(ids), tokenizer.decode(processor._read)
         assert processor._matcher.is_accepting()
-        found = read(form, text, [7], tools={"f": functions[1]}, is_thinking=bool(is_thinking))
-        assert found == ("Hm." if is_thinking else "", "", [("f", arguments)])
+        found = read(form, text, [7], tools={"f": functions[1]}, in_reasoning=bool(in_reasoning))
+        assert found == ("Hm." if in_reasoning else "", "", [("f", arguments)])
         for right, wrong in (("f", "g"), ("x y", "y x")):  # another function, and none of the values
             other = tokenizer(text.replace(right, wrong), add_special_tokens=False)["input_ids"]
             assert right not in text or not grammar.processor(0)._moved_to(other)
@@ -320,7 +322,7 @@ def test_what_a_forced_call_could_not_keep_or_be_read_with_is_refused(form, name
     pytest.importorskip("llguidance")
     _, compiler = tokenizer_and_compiler(form, False)
     with pytest.raises(ValueError, match=re.escape(says)):
-        form.call_rules([{"name": name, "parameters": parameters}], compiler.spelt)
+        form.call_rules([{"name": name, "parameters": parameters}], compiler.as_terminals)
 
 
 CONST = {"properties": {"a": {"type": "string", "const": "x y"}}, "required": ["a"]}
@@ -342,7 +344,7 @@ def test_a_forced_call_is_held_to_its_parameters_and_has_none_where_none_are_sai
 ):
     pytest.importorskip("llguidance")
     tokenizer, compiler = tokenizer_and_compiler(form, False)
-    rules = form.call_rules([{"name": "f", "parameters": parameters}], compiler.spelt)
+    rules = form.call_rules([{"name": "f", "parameters": parameters}], compiler.as_terminals)
     processor = compiler.compile(["answer: call", *rules]).processor(0)
     ids = tokenizer(call, add_special_tokens=False)["input_ids"]
     assert (processor._moved_to(ids) and processor._matcher.is_accepting()) == is_allowed
