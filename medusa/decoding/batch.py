@@ -489,7 +489,7 @@ class Batch:
         drafter, adaptive = self._drafter_for(len(state.rows), state.references)
         has_changed = self._has_joined or drafter is not self._last_drafter
         if has_changed:
-            drafter.begin(len(state.rows), self._last_drafter)
+            drafter.reset(len(state.rows), self._last_drafter)
             self._last_drafter, self._has_joined = drafter, False
         self._clock.start()
         guessing = drafter if adaptive is None else adaptive.select_drafter(drafter)

@@ -36,9 +36,9 @@ class LayerCache:
 
     def __init__(self, device: torch.device | str, num_layers: int = 1):
         self._device, self._num_layers = device, num_layers
-        self.begin(0)
+        self.reset(0)
 
-    def begin(self, num_rows: int, after: LayerCache | None = None) -> None:
+    def reset(self, num_rows: int, after: LayerCache | None = None) -> None:
         """``num_rows`` rows follow: those that ``after`` has read, and behind them others, which are read one
         by one. Without ``after`` all are new, and are read together."""
         self.cache = TreeCache(num_rows, self._num_layers, self._device)
@@ -52,7 +52,7 @@ class LayerCache:
         if bool(is_read[:num_read].all()):
             self.cache.keep_rows(rows[:num_read])
         else:  # a row that nothing was read of has moved between the others
-            self.begin(0)
+            self.reset(0)
 
     def read(self, context: DraftContext, run: RunLayer) -> list[Tensor]:
         """What ``run`` gives at each row's newest entry, (B, 1, D) each; it is run on the entries that are
@@ -143,8 +143,8 @@ class AutoregressiveDrafter(LevelDrafter):
     def vocab_size(self) -> int:
         return vocab_size(self.base)
 
-    def begin(self, num_rows: int, after: Drafter | None = None) -> None:
-        self._entries.begin(num_rows, after._entries if isinstance(after, AutoregressiveDrafter) else None)
+    def reset(self, num_rows: int, after: Drafter | None = None) -> None:
+        self._entries.reset(num_rows, after._entries if isinstance(after, AutoregressiveDrafter) else None)
 
     def keep_rows(self, rows: Tensor) -> None:
         self._entries.keep_rows(rows)

@@ -63,15 +63,15 @@ class DraftModelDrafter(LevelDrafter):
     def vocab_size(self) -> int:
         return self._vocab_size
 
-    def begin(self, num_rows: int, after: Drafter | None = None) -> None:
+    def reset(self, num_rows: int, after: Drafter | None = None) -> None:
         self.cache = new_cache(self.draft_model, num_rows)
 
     def keep_rows(self, rows: Tensor) -> None:
-        assert self.cache is not None, "begin comes first"
+        assert self.cache is not None, "reset comes first"
         self.cache.keep_rows(rows)
 
     def logits_after(self, context: DraftContext, tokens: Tensor, nodes: slice) -> Tensor:
-        assert self.cache is not None, "begin comes first"
+        assert self.cache is not None, "reset comes first"
         if nodes.start == 0:
             _, logits = prefill(self.draft_model, self._known(context.tokens), context.lengths, self.cache)
             self.cache.uncommit_last()  # the root is node 0 of this tree

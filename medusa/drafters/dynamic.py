@@ -91,8 +91,8 @@ class DynamicDrafter(LevelDrafter):
         other.suffix_length, other.optional_nodes = suffix_length, optional_nodes
         return other.with_tree()
 
-    def begin(self, num_rows: int, after: Drafter | None = None) -> None:
-        super().begin(num_rows, after)
+    def reset(self, num_rows: int, after: Drafter | None = None) -> None:
+        super().reset(num_rows, after)
         self._said = None
 
     def keep_rows(self, rows: Tensor) -> None:
@@ -382,8 +382,8 @@ class BestPathDrafter(StatelessDrafter):
         """As deep as ``tree``."""
         return BestPathDrafter(self._drafter.with_tree(tree))
 
-    def begin(self, num_rows: int, after: Drafter | None = None) -> None:
-        self._drafter.begin(num_rows, after._drafter if isinstance(after, BestPathDrafter) else None)
+    def reset(self, num_rows: int, after: Drafter | None = None) -> None:
+        self._drafter.reset(num_rows, after._drafter if isinstance(after, BestPathDrafter) else None)
 
     def keep_rows(self, rows: Tensor) -> None:
         self._drafter.keep_rows(rows)

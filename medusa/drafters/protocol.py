@@ -127,7 +127,7 @@ class Drafter(Protocol):
             ValueError: it cannot fill such a tree.
         """
 
-    def begin(self, num_rows: int, after: Drafter | None = None) -> None:
+    def reset(self, num_rows: int, after: Drafter | None = None) -> None:
         """``num_rows`` rows follow, and whatever was kept of earlier ones is dropped.
 
         ``after`` has drafted for the first of them so far and will not go on: what it has read of their
@@ -184,7 +184,7 @@ class StatelessDrafter:
             return copy.copy(self)  # type: ignore[return-value]  # subclasses have the protocol's methods
         raise ValueError(f"{type(self).__name__} fills no tree but its own; leave tree out")
 
-    def begin(self, num_rows: int, after: Drafter | None = None) -> None:
+    def reset(self, num_rows: int, after: Drafter | None = None) -> None:
         """Nothing is kept."""
 
     def keep_rows(self, rows: Tensor) -> None:

@@ -51,10 +51,10 @@ class UnionDrafter(StatelessDrafter):
     def _static_parts(self) -> list[StaticDrafter]:
         return [part for part in self.drafters if isinstance(part, StaticDrafter)]
 
-    def begin(self, num_rows: int, after: Drafter | None = None) -> None:
+    def reset(self, num_rows: int, after: Drafter | None = None) -> None:
         earlier = after.drafters if isinstance(after, UnionDrafter) else [after]
         for drafter in self.drafters:
-            drafter.begin(num_rows, next((each for each in earlier if type(each) is type(drafter)), None))
+            drafter.reset(num_rows, next((each for each in earlier if type(each) is type(drafter)), None))
 
     def keep_rows(self, rows: Tensor) -> None:
         for drafter in self.drafters:

@@ -384,7 +384,7 @@ async def _events(
 ) -> AsyncIterator[str]:
     """Server-sent events, and comments where nothing has come for long, for which proxies wait."""
     shows = asked.stream_options is not None and asked.stream_options.include_depths
-    for event in await run_in_threadpool(lambda: [*map(_event, replies.begin(len(answers)))]):
+    for event in await run_in_threadpool(lambda: [*map(_event, replies.start(len(answers)))]):
         yield event
     left = len(answers)
     while left:

@@ -81,7 +81,7 @@ class Replies:
         kind = "chat.completion" if self.is_chat else "text_completion"
         return {**self._shared, "object": kind, "choices": choices, "usage": usage}
 
-    def begin(self, num_answers: int) -> list[Any]:
+    def start(self, num_answers: int) -> list[Any]:
         """The first chunks of a stream: who speaks, or the text that the answer goes on with."""
         firsts: list[dict[str, Any]]
         if self.is_chat:

@@ -284,7 +284,7 @@ class ResponseReplies:
         self.end(usage)
         return self._response
 
-    def begin(self, num_answers: int) -> list[Any]:
+    def start(self, num_answers: int) -> list[Any]:
         """The first events of a stream."""
         return [
             self._event(f"response.{each}", response=self._snapshot()) for each in ("created", "in_progress")

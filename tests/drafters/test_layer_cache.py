@@ -67,7 +67,7 @@ class Counted:
 def check_as_if_new(counted: Counted, drafter, texts: list[Text]) -> int:
     """``drafter`` reads in the texts what a new one does; the entries that it ran its layer on."""
     context, new = context_of(texts), counted.drafter()
-    new.begin(len(texts))
+    new.reset(len(texts))
     expected = new.logits_after_root(context)
     before = counted.num_entries
     torch.testing.assert_close(drafter.logits_after_root(context), expected)
@@ -82,10 +82,10 @@ def counted() -> Counted:
 def test_a_row_that_joins_is_read_alone_and_the_others_not_again(counted):
     texts = [Text(5, 1), Text(20, 2)]
     first, second = counted.drafter(3), counted.drafter(2)
-    first.begin(2)
+    first.reset(2)
     check_as_if_new(counted, first, texts)
     texts.append(Text(30, 3))
-    second.begin(3, first)
+    second.reset(3, first)
     # 31 entries of the new row; then its newest one again, and of the others that and two more.
     assert check_as_if_new(counted, second, texts) == 31 + 3 * 3
     assert check_as_if_new(counted, second, texts) == 3 * 3
@@ -94,58 +94,58 @@ def test_a_row_that_joins_is_read_alone_and_the_others_not_again(counted):
 def test_a_row_that_leaves_takes_only_its_own_along(counted):
     texts = [Text(9, 1), Text(20, 2), Text(7, 3)]
     first, second = counted.drafter(3), counted.drafter(2)
-    first.begin(3)
+    first.reset(3)
     check_as_if_new(counted, first, texts)
     first.keep_rows(torch.tensor([2, 1]))
     texts = [texts[2], texts[1]]
-    second.begin(2, first)
+    second.reset(2, first)
     assert check_as_if_new(counted, second, texts) == 2 * 3
 
 
 def test_rows_join_and_leave_before_anything_of_them_is_read(counted):
     texts = [Text(9, 1), Text(12, 2)]
     first, second = counted.drafter(3), counted.drafter(2)
-    first.begin(2)
+    first.reset(2)
     check_as_if_new(counted, first, texts)
     texts += [Text(15, 3), Text(6, 4)]
     first.keep_rows(torch.tensor([0, 1, 2]))  # the last one again, before it was read
     first.keep_rows(torch.tensor([0, 2]))
     texts = [texts[0], texts[2]]
-    second.begin(2, first)
+    second.reset(2, first)
     check_as_if_new(counted, second, texts)
     texts += [Text(11, 5)]
     second.keep_rows(torch.tensor([2, 1]))  # the unread one takes the place of a read one
     texts = [texts[2], texts[1]]
-    first.begin(2, second)
+    first.reset(2, second)
     check_as_if_new(counted, first, texts)
 
 
 def test_a_drafter_that_has_read_nothing_yet_hands_nothing_over(counted):
     first, second = counted.drafter(3), counted.drafter(2)
-    first.begin(1)
-    second.begin(2, first)
+    first.reset(1)
+    second.reset(2, first)
     check_as_if_new(counted, second, [Text(9, 1), Text(12, 2)])
 
 
 def test_nothing_is_taken_over_from_a_drafter_that_reads_nothing(counted):
     texts = [Text(9, 1), Text(12, 2)]
     first, second = counted.drafter(), counted.drafter()
-    first.begin(2)
+    first.reset(2)
     check_as_if_new(counted, first, texts)
     idle = PlainDrafter()
-    idle.begin(2, first)
+    idle.reset(2, first)
     context_of(texts)  # a step without guesses
-    second.begin(2, idle)
+    second.reset(2, idle)
     check_as_if_new(counted, second, texts)
 
 
 def test_the_parts_of_a_union_take_over_each_from_its_own_kind(counted):
     texts = [Text(9, 1), Text(12, 2)]
     first, second = (UnionDrafter([SuffixDrafter(3), counted.drafter()]) for _ in range(2))
-    first.begin(2)
+    first.reset(2)
     check_as_if_new(counted, first.drafters[1], texts)
-    second.begin(2, first)
+    second.reset(2, first)
     assert check_as_if_new(counted, second.drafters[1], texts) == 2 * 3
     alone = counted.drafter()
-    alone.begin(2, second.drafters[1])
+    alone.reset(2, second.drafters[1])
     assert check_as_if_new(counted, alone, texts) == 2 * 3

@@ -106,7 +106,7 @@ class HostileOracle(StaticOracle):
         super().__init__([[5] * 40] * 3, tree)
         self.spoil, self.num_drafts = spoil, 0
 
-    def begin(self, num_rows, after=None):
+    def reset(self, num_rows, after=None):
         self.num_drafts = 0
 
     def draft(self, context: DraftContext) -> Draft:

@@ -348,7 +348,7 @@ def test_what_grows_with_a_body_or_an_answer_is_computed_off_the_event_loop(
 ):
     found: dict[str, set[bool]] = {}
     watched = [(Service, "unread"), (application, "usage_of"), (application, "_replies"), (json, "loads")]
-    watched += [(each, name) for each in (Replies, ResponseReplies) for name in ("begin", "end", "whole")]
+    watched += [(each, name) for each in (Replies, ResponseReplies) for name in ("start", "end", "whole")]
 
     def watching(name, call):
         def noted(*given, **options):

@@ -247,7 +247,7 @@ def test_an_item_is_closed_before_the_next_is_opened_and_what_was_told_stays_as_
     replies = ResponseReplies(
         ResponsesRequest(input="Hello"), "tiny", lambda text: {"input_ids": [*text]}, Script(*parts)
     )
-    events = replies.begin(1)
+    events = replies.start(1)
     for _ in parts:
         events += replies.part(0, Update())
     counts = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
