@@ -51,7 +51,8 @@ class _Options:
 
 
 class MedusaModel:
-    """Decodes with a base model several tokens at a time, and writes what the base alone would have written.
+    """Decodes several tokens per forward pass, and returns exactly the tokens that the base model alone
+    would.
 
     In float32 the output is token-identical to plain decoding with the same seed, for any heads, any
     tree and any batch. ``acceptance="typical"`` is the exception: it is lossy.
@@ -86,8 +87,8 @@ class MedusaModel:
     def refresh(self) -> None:
         """Take the weights of base and heads as they are now: when they were trained, edited, cast or moved.
 
-        Calls refuse to go on with what an engine made of other weights. With ``engine="eager"`` they do this
-        by themselves.
+        Without it, calls are refused after the weights have changed. With ``engine="eager"`` it is called
+        automatically.
 
         Raises:
             ValueError: the engine cannot run the base as it is now.
@@ -113,11 +114,11 @@ class MedusaModel:
 
     @property
     def runtime(self) -> Runtime:
-        """Where this model decodes: what a tuned tree must have been timed on to be used."""
+        """The runtime of this model: a tuned tree is used only where it was timed on the same one."""
         return self._engine_state.runtime
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles hold what the model was made of; the engine's part is made anew."""
+        """Copies and pickles hold the base and the heads; the engine's part is built again."""
         given = (
             self.base,
             self.heads,
@@ -149,19 +150,18 @@ class MedusaModel:
         Args:
             base: a path, a hub id, the name of the embedded base (:mod:`medusa.assets`), or a model already
                 loaded (quantised, sharded, on any device).
-            heads: a heads directory, a hub id, or a loaded checkpoint; "default" are those that ship for the
-                base, "mtp" the layers for multi-token prediction that it comes with. Without any, guesses are
-                copied from the text. A
-                hub id names a revision as ``owner/name@revision``.
-            tree: the candidate tree of every call; by default those in the heads directory, chosen by
+            heads: a heads directory, a hub id, or a loaded checkpoint; "default" loads the heads that ship
+                for the base, "mtp" the base's own layers for multi-token prediction. Without heads, drafts
+                come from suffix matching. A hub id names a revision as ``owner/name@revision``.
+            tree: the candidate tree of every call; by default a tree of the heads directory, chosen by
                 :meth:`tree_for`, else a chain.
             tokenizer: by default the base's own; see :attr:`tokenizer`.
             engine: how the base's layers are executed (see :mod:`medusa.engine`).
             step: how decode steps are run (see :mod:`medusa.decoding.steps`).
             base_kwargs: for ``AutoModelForCausalLM.from_pretrained`` (``dtype``, ``device_map``,
                 ``revision``, ``trust_remote_code``, ...). ``token``, ``cache_dir`` and ``local_files_only``
-                are for the heads too. Where there is no GPU and nothing is said of precision or place, the
-                base is loaded in float32.
+                are for the heads too. Without a GPU, and without ``dtype`` or ``device_map``, the base is
+                loaded in float32.
 
         Raises:
             FileNotFoundError: base or heads are neither here nor on the hub; the message says what to do.
@@ -258,15 +258,15 @@ class MedusaModel:
         exit_layer: int | None = None,
         eagle3: str | Path | HeadsCheckpoint | None = None,
     ) -> Drafter:
-        """A drafter for ``drafter=`` of :meth:`generate`, with settings that a name alone does not give.
+        """A drafter for ``drafter=`` of :meth:`generate`, with more settings than a name.
 
-        What it reads is loaded here, so make it once for many calls. It serves one call at a time.
+        Its model is loaded here, so make it once for many calls. It serves one call at a time.
 
         Args:
-            name: as for :meth:`generate`: "draft-model", "early-exit+suffix", ...
-            tree: what it fills; by default its own, of the length and width below, or for heads the model's.
-            draft_length: draft tokens of a chain; None is the drafter's own number.
-            draft_width: chains side by side, for rules that take a tree.
+            name: as for :meth:`generate`: "draft-model", "early-exit+suffix", ... tree: the tree to fill; by
+            default one of the length and width below, or for heads the model's. draft_length: draft tokens of
+            a chain; None is the drafter's default. draft_width: number of independent draft chains, for rules
+            that take a tree.
             draft_model: for "draft-model": a smaller model with the base's tokens, a directory, a hub id or a
                 model.
             exit_layer: for "early-exit": how many layers of the base it runs.
@@ -305,8 +305,8 @@ class MedusaModel:
         return self._steps.libraries.paths()
 
     def compile(self) -> float:
-        """Have the libraries of ``step="compiled"`` on disk and loaded: those of the base's passes and of
-        heads. The seconds that this took.
+        """Compile or load the libraries of ``step="compiled"`` for base and heads. Returns the seconds that
+        it took.
 
         Raises:
             ValueError: this engine compiles no pass, or something is missing.
@@ -330,22 +330,22 @@ class MedusaModel:
         streamer: BaseStreamer | None = None,
         **kwargs: Any,
     ) -> Tensor | MedusaOutput:
-        """``transformers``' ``generate``, faster. Takes its arguments and returns what it returns.
+        """``transformers``' ``generate``, faster, with the same arguments and results.
 
-        Several threads may call this, :meth:`stream` and ``base`` itself at once, and each gets what it would
-        get alone. A drafter, processor or criterion that is passed as an object serves one call at a time.
+        Several threads may call this, :meth:`stream` and ``base`` itself at once, and each gets the same
+        result as alone. A drafter, processor or criterion that is passed as an object serves one call at a
+        time.
 
         Args:
             inputs: prompts (B, T) long, left-padded; or ``input_ids=`` with ``attention_mask=``.
             seed: an int (row r draws from stream seed + r) or one per row; None draws one from torch's
                 global generator. Only sampling reads it.
-            tree: what the drafter fills, by default the heads alone; ``CandidateTree.chain(0)`` is plain
-                decoding.
-            drafter: another source of candidates than :meth:`drafter_for` so many rows; its name will do
-                ("suffix"), and :meth:`make_drafter` makes those that need more than a name. Where the text
-                depends on what is drafted (``acceptance``), the heads alone draft by default, in
-                :meth:`tree_for` so many rows, or in a chain as deep if the rule takes chains. Where neither
-                tree nor drafter is named and the base is float32, guessing pauses for as long as it does not
+            tree: the candidate tree, filled by ``drafter`` or by default by the heads;
+                ``CandidateTree.chain(0)`` is plain decoding.
+            drafter: a drafter object (:meth:`make_drafter`) or a name ("suffix"). Default:
+                ``drafter_for(batch_size)``. With a lossy or sampled ``acceptance`` rule the default is the
+                heads in :meth:`tree_for`, or in a chain of the same depth if the rule takes chains. Where
+                neither tree nor drafter is named and the base is float32, drafting stops while it does not
                 pay (:mod:`medusa.decoding.adaptive`).
             acceptance: "exact"; "typical", which is LOSSY; or a rule for drafters that sample
                 ("token", "block", ...; see ``medusa.acceptance.rules``).
@@ -396,9 +396,8 @@ class MedusaModel:
         The drafter and its tree follow the number of rows, and guessing pauses where it does not pay.
 
         Args:
-            limits: what it may hold at once.
-            plain: draft nothing; the tokens are the same.
-            step: "general", or "compiled" with engine "packed" or "int8".
+            limits: the limits of the batch. plain: draft nothing; the tokens are the same. step: "general",
+            or "compiled" with engine "packed" or "int8".
 
         Raises:
             ValueError: steps of this kind have one shape for a whole answer.
@@ -439,7 +438,8 @@ class MedusaModel:
     ) -> DecodeRequest:
         """What :meth:`continuous_batch` takes, from the arguments of :meth:`generate`: (1, T) long inputs.
 
-        ``num_logprobs`` asks for the base's own log-probability of each token, and of so many likeliest ones.
+        ``num_logprobs`` asks for the base's own log-probability of each token and of that number of likeliest
+        ones.
         """
         request = decode_request(self.base, seed=seed, **self._call_transformers(inputs, kwargs))
         request = replace(request, num_logprobs=num_logprobs)
@@ -480,7 +480,7 @@ class MedusaModel:
         corpus: SuffixCorpus | None = None,
         **call: Any,
     ) -> Tensor | MedusaOutput:
-        """The decoding method behind ``base.generate(..., custom_generate=medusa_model.decode)``.
+        """The decoding method for ``base.generate(..., custom_generate=medusa_model.decode)``.
 
         ``transformers`` hands a decoding method neither ``streamer`` nor ``assistant_model``, and refuses
         ``stop_strings`` there, whatever ``tokenizer`` it was given. :meth:`generate` takes streamers and stop
@@ -591,8 +591,8 @@ class MedusaModel:
     def _adaptive(
         self, options: _Options, request: DecodeRequest, drafter: Drafter
     ) -> AdaptiveDrafting | None:
-        """What pauses guessing in this call; None where a tree or a drafter that the caller has named is
-        asked at every step, or where drafts decide the text."""
+        """The adaptive policy of this call; None if the caller named a tree or a drafter, or if the text
+        depends on the drafts."""
         if options.tree is not None or options.drafter is not None or not request.is_exact:
             return None
         kind, num_rows = options.step or self.step, len(request.tokens)
@@ -600,7 +600,7 @@ class MedusaModel:
 
     @property
     def _in_float32(self) -> bool:
-        """Whether passes over several nodes round as those over one do."""
+        """Whether a pass over several nodes rounds as a pass over one does."""
         return multiplies_in_float32(self.base.dtype, self.device)
 
     def _checked_tree(self, tree: CandidateTree | None) -> CandidateTree:

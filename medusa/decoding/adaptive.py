@@ -1,24 +1,25 @@
-"""Guessing that does not pay, left out: before a step whether to draft, then how much of the draft to verify.
+"""Adaptive drafting: before each step whether to draft, then how many nodes of the draft to verify.
 
-A drafted step takes longer than a plain one and gives more tokens. Whether that pays depends on the text: a
-translation is guessed badly, a repetition well, and one answer may hold both. So the time that guessing has
-saved is kept as a balance, in plain steps: a drafted step adds its tokens and takes away what it costs. When
-the balance has fallen by :data:`MAX_DEBT`, guessing pauses, and one drafted step in a while probes whether it
-pays again; while probes lose, that while gets longer. So guessing costs at most its stake and its probes.
+A drafted step takes longer than a plain one and gives more tokens. Whether that pays depends on the text:
+drafts of a translation are often wrong, drafts of a repetition often right, and one answer may hold both. So
+the time that drafting has saved is kept as a balance, in plain steps: a drafted step adds its tokens and
+takes away what it costs. When the balance has fallen by :data:`MAX_DEBT`, drafting stops, and now and then
+one drafted step probes whether it pays again; the interval grows while probes lose. So drafting costs at most
+its stake and its probes.
 
-What a drafted step costs is learnt from neighbours: where a plain step follows a drafted one, both are timed.
-Neighbours share the length of the text and the load of the machine, so their ratio is steadier than either.
-The median of the last ratios counts, and a model keeps them from one request to the next.
+The cost of a drafted step is learnt from neighbouring steps: where a plain step follows a drafted one, both
+are timed. Neighbours share the length of the text and the load of the machine, so their ratio is steadier
+than either. The median of the last ratios counts, and a model keeps them from one request to the next.
 
-Every node makes a pass longer too: by a tenth where the processor is busy, by nothing where it is not. What a
-node costs is learnt from neighbours that verified different numbers of them. A node is worth verifying where
-the probability that it is accepted, by the drafter's own account, is above what its time would have given
-elsewhere: its cost times the tokens that come in the time of a pass. So an easy word gets a deep tree and a
-hard one none, and the same rule serves long texts and full batches, where nodes are dear.
+Every node makes a pass longer too: by a tenth where the processor is busy, by nothing where it is not. The
+cost of a node is learnt from neighbouring steps that verified different numbers of nodes. A node is worth
+verifying where the probability that it is accepted, by the drafter's own estimate, is above the gain of
+spending its time elsewhere: its cost times the tokens that come in the time of a pass. So an easy word gets a
+deep tree and a hard one none, and the same rule serves long texts and full batches, where nodes are dear.
 
-A suffix match costs next to nothing to look for. So in the general loop a pause goes on guessing what
-followed the last tokens, where at least :data:`FALLBACK_MATCH` of them occurred before: a text that begins to
-repeat itself ends the pause at once.
+A suffix match costs next to nothing to look for. So in the general loop a pause still drafts by suffix
+matching, where at least :data:`FALLBACK_MATCH` tokens occurred before: a text that begins to repeat itself
+ends the pause at once.
 
 A batch pauses as a whole; its tokens are counted per row that still decodes. The tokens are the same whatever
 is decided here.
@@ -40,25 +41,26 @@ MAX_DEBT = 1.0
 MAX_CREDIT = 4.0
 """What it may put by while it wins, in plain steps: text that is hard for a few words does not stop it."""
 FIRST_INTERVAL, LAST_INTERVAL = 16, 256
-"""Plain steps before the first probe of a pause, for each plain step that a probe would lose; each that loses
-doubles them, up to the second. So the probes of a long pause cost 0.4 %, whatever a draft costs."""
+"""Number of plain steps before the first probe, per plain step that a failed probe costs. It doubles after
+each failed probe, up to LAST_INTERVAL. So the probes of a long pause cost 0.4 %, whatever a draft costs."""
 FALLBACK_MATCH = 4
 """Tokens of a suffix match that is drafted in a pause."""
 NUM_RATIOS, ENOUGH_RATIOS = 15, 3
 """Ratios that are kept, and without which nothing is paused."""
 RATIO_INTERVAL, LAST_RATIO_INTERVAL = 8, 256
-"""A plain step is taken only to be timed after so many drafted ones for each ratio that is known; after the
-second number of them where guessing has its whole reserve, and a better ratio would change nothing."""
+"""Take a plain step for timing every RATIO_INTERVAL x (known ratios) drafted steps; only every
+LAST_RATIO_INTERVAL steps when the balance is full, since a better ratio would change nothing."""
 NUM_NODE_COSTS, ENOUGH_NODE_COSTS = 31, 5
 """Costs of a node that are kept, and without which no node is left out, and nothing paused for it."""
 NODE_COST_INTERVAL = 64
 """Steps without a new cost of a node after which a whole draft is verified, to learn another."""
 LEARNING_PASS = 32
-"""Nodes of all rows together that are verified to learn what a node costs, at most."""
+"""Largest number of nodes, over all rows, that is verified to learn the cost of a node."""
 OPTIONAL_NODE_PROB = 0.5
-"""The probability from which spare nodes are verified: what a node costs is learnt from smaller passes."""
+"""Acceptance probability from which optional nodes are verified: node costs are learnt from smaller
+passes."""
 MEMORY = 0.98
-"""How much of what the steps before gave still counts a step later."""
+"""Decay per step of the counts of tokens and time."""
 
 
 class DraftCost:
@@ -68,8 +70,8 @@ class DraftCost:
         self._ratios: tuple[tuple[int, float], ...] = ()  # nodes of a drafted step, its time in plain steps
         self._node_costs: tuple[float, ...] = ()
         self.node: float | None = None
-        """What a node adds to a drafted step that verifies the root alone, as a part of it; None before it is
-        known."""
+        """The time that one more node adds to a drafted step, as a fraction of a step with the root only;
+        None while unknown."""
         self._tokens, self._time = 1.0, 1.0  # of the last drafted steps
         self.num_drafted = 0
         """Drafted steps since a ratio was taken."""
@@ -78,18 +80,18 @@ class DraftCost:
 
     @property
     def min_accept_prob(self) -> float | None:
-        """The probability from which a node pays; None before it is known."""
+        """The acceptance probability from which a node pays; None while unknown."""
         return None if self.node is None else self.node * self._tokens / self._time
 
     def plain_steps(self, num_nodes: int = 1) -> float | None:
-        """How long a drafted step of so many nodes takes, in plain steps; None before it is known."""
+        """The time of a drafted step of ``num_nodes`` nodes, in plain steps; None while unknown."""
         if len(self._ratios) < ENOUGH_RATIOS:
             return None
         alone = statistics.median(ratio / self.relative(nodes) for nodes, ratio in self._ratios)
         return alone * self.relative(num_nodes)
 
     def relative(self, num_nodes: int) -> float:
-        """The time of a drafted step of so many nodes over that of one with the root alone."""
+        """The time of a drafted step of ``num_nodes`` nodes relative to one with the root only."""
         return 1 + (self.node or 0.0) * (num_nodes - 1)
 
     def wants_plain_step(self, is_certain: bool) -> bool:
@@ -100,7 +102,7 @@ class DraftCost:
         return self.num_drafted >= (LAST_RATIO_INTERVAL if is_certain else RATIO_INTERVAL * known)
 
     def learn(self, drafted_seconds: float, plain_seconds: float, num_nodes: int = 1) -> None:
-        """A plain step has followed a drafted one of so many nodes."""
+        """Record a plain step right after a drafted one of ``num_nodes`` nodes."""
         if plain_seconds > 0:
             self._ratios = (*self._ratios[1 - NUM_RATIOS :], (num_nodes, drafted_seconds / plain_seconds))
             self.num_drafted = 0
@@ -118,14 +120,14 @@ class DraftCost:
                 self.node = max(0.0, statistics.median(self._node_costs))
 
     def count(self, tokens_per_row: float, num_nodes: int) -> None:
-        """A drafted step of so many nodes has given so many tokens."""
+        """Count a drafted step of ``num_nodes`` nodes that gave ``tokens_per_row`` tokens a row."""
         self.num_drafted, self.num_since_node = self.num_drafted + 1, self.num_since_node + 1
         self._tokens = MEMORY * self._tokens + tokens_per_row
         self._time = MEMORY * self._time + self.relative(num_nodes)
 
 
 class DraftCosts:
-    """What one model knows of drafted steps, by kind of step and number of rows."""
+    """The costs of drafted steps that a model has learnt, by step kind and number of rows."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[StepKind, int], DraftCost] = {}
@@ -133,10 +135,10 @@ class DraftCosts:
     def adaptive(
         self, drafter: Drafter, in_float32: bool, step: StepKind, num_rows: int
     ) -> AdaptiveDrafting | None:
-        """What pauses guessing in a request of so many rows whose text does not depend on drafts.
+        """The policy for a request of ``num_rows`` rows whose text does not depend on drafts.
 
-        None where it must not pause: in lower precision than float32 (``in_float32`` is False) a pass over
-        several nodes rounds differently, and the text must not depend on how long steps took."""
+        None where drafting must not stop: in lower precision than float32 (``in_float32`` is False) a pass
+        over several nodes rounds differently, and the text must not depend on how long steps took."""
         if not in_float32 or drafter.max_depth == 0:
             return None
         cost = self.known.setdefault((step, num_rows), DraftCost())
@@ -147,8 +149,8 @@ class AdaptiveDrafting:
     """Whether the next step drafts, in one request.
 
     Args:
-        cost: what is known from other requests; it learns from this one.
-        fallback: who drafts in the place of the drafter in a pause, if it has anything; at next to no cost.
+        cost: what is known from other requests; it learns from this one. fallback: a drafter of negligible
+        cost that drafts during a pause, where it finds anything.
     """
 
     def __init__(self, cost: DraftCost, fallback: Drafter | None = None):
@@ -158,7 +160,7 @@ class AdaptiveDrafting:
         self._interval = FIRST_INTERVAL
         self._num_plain = 0  # steps to come that do not draft
         self._asks_fallback = True  # until a match was wrong, and again after the next probe
-        self._is_learning = False  # what a node costs
+        self._is_learning = False  # the cost of a node
         self._is_first = True  # the first draft has the prompt to catch up with: its time tells nothing
         self._drafted_step: tuple[int, float] | None = None  # nodes and seconds of the last, if it drafted
 
@@ -168,26 +170,27 @@ class AdaptiveDrafting:
         return self._num_plain == 0
 
     def select_drafter(self, drafter: Drafter) -> Drafter:
-        """Who drafts the next step: ``drafter``, or in a pause :attr:`fallback`, or nobody."""
+        """The drafter of the next step: ``drafter``, or in a pause :attr:`fallback`, or one that drafts
+        nothing."""
         if self.drafts:
             return drafter
         return self.fallback if self._asks_fallback else self._no_drafter
 
     @property
     def min_accept_prob(self) -> float:
-        """The probability from which a node of the next draft is verified; 0 where nodes cost nothing, or
-        some are to learn from."""
+        """The acceptance probability from which a node of the next draft is verified; 0 where nodes cost
+        nothing, or where costs are being learnt."""
         known = self.cost.min_accept_prob
         return 0.0 if known is None or self._is_trial else known
 
     @property
     def _is_trial(self) -> bool:
-        """Whether a whole draft is verified next, to learn anew what a node costs."""
+        """Whether the whole next draft is verified, to learn the cost of a node again."""
         return self.cost.num_since_node >= NODE_COST_INTERVAL
 
     def num_nodes(self, path_logprob: Tensor, most: int) -> int:
-        """How many nodes to verify of a draft whose nodes have ``path_logprob`` (B, N), as in
-        :class:`medusa.drafters.protocol.Draft`; as many in every row, ``most`` but for spare ones."""
+        """The number of nodes to verify, the same in every row and at most ``most`` without optional nodes;
+        ``path_logprob`` (B, N) is that of :class:`medusa.drafters.protocol.Draft`."""
         if path_logprob.shape[1] == 1:
             return 1
         probabilities = [
@@ -211,12 +214,13 @@ class AdaptiveDrafting:
         used_fallback: bool = False,
         num_nodes: int = 1,
     ) -> None:
-        """What the step that :attr:`drafts` spoke of gave; or ``num_steps`` of them at once, in all.
+        """Records the result of the step that :attr:`drafts` was asked about, or the sum over ``num_steps``
+        steps.
 
-        ``seconds`` is None where something else than stepping took part, such as compiling. Steps at once
-        count as one where steps are counted here, as every decision is then about as many. ``used_fallback``
-        says that :attr:`fallback` drafted: that tells nothing of costs. ``num_nodes`` were verified, the root
-        and what was read again among them; where all steps verify as many, any number will do.
+        ``seconds`` is None where something else than stepping took part, such as compiling. A burst of steps
+        counts as one decision. With ``used_fallback`` the :attr:`fallback` drafted, and nothing is learnt
+        about costs. ``num_nodes`` counts the verified nodes, the root and replayed tokens included; any
+        number will do where all steps verify equally many.
         """
         before, self._drafted_step = self._drafted_step, None
         if used_fallback:
@@ -237,7 +241,7 @@ class AdaptiveDrafting:
                 self.cost.learn(before[1], seconds / num_steps / self.cost.relative(num_nodes), before[0])
 
     def _settle(self, tokens_per_row: float, num_steps: int, price: float | None) -> None:
-        """Add the tokens of ``num_steps`` steps that drafted to the balance, and take away what they cost."""
+        """Add the tokens of ``num_steps`` drafted steps to the balance, and subtract their cost."""
         if price is not None and not self._is_learning:
             balance = self._balance + tokens_per_row - price * num_steps
             self._balance = min(max(balance, -MAX_DEBT), MAX_CREDIT)

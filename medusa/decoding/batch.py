@@ -1,13 +1,13 @@
-"""The decode loop: who takes part in the passes of one base, and what each row got.
+"""The decode loop: continuous batching of the rows of one base model.
 
-A request waits, has its prompt read a chunk at a time in turns with the steps of the others, joins them, and
-leaves when it ends or is cancelled (continuous batching). ``generate`` and ``stream`` are a batch with one
-request of B rows, which no other joins (:meth:`Batch.start`, :func:`decode`). Each row has its own length,
-settings, seed and processors, and its tokens are those that it would get alone: a row's noise is keyed by its
-seed and its positions, and no row sees another.
+A request waits, is prefilled a chunk at a time in turns with the decode steps of the others, joins them, and
+leaves when it ends or is cancelled. ``generate`` and ``stream`` are a batch with one request of B rows, which
+no other joins (:meth:`Batch.start`, :func:`decode`). Each row has its own length, settings, seed and
+processors, and gets the same tokens as in a batch of its own: a row's noise is keyed by its seed and its
+positions, and no row sees another.
 
 Memory is bounded by ``max_slots``. Where rows outgrow it, the youngest one is preempted: it goes back into
-the queue and has its text so far read again later, which does not change what follows either.
+the queue and its text so far is prefilled again later, which does not change its tokens either.
 
 One thread at a time may use a batch.
 """
@@ -53,30 +53,30 @@ from medusa.options import check_at_least
 PREFIX_TOKENS = 32768
 """Tokens of ended texts that are worth their memory."""
 UNKNOWN_MEMORY = 4 * 2**30
-"""What is taken to be left where the system does not say."""
+"""Free memory that is assumed where the system does not report it."""
 MAX_OVERTAKES = 16
-"""Shorter rows that may begin before one that has no room yet."""
+"""How often a row that does not fit yet may be overtaken by shorter ones."""
 
 
 class QueueFull(RuntimeError):
-    """As many requests wait as may."""
+    """The queue is full."""
 
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """What a batch may hold at once."""
+    """The limits of a batch."""
 
     max_rows: int = 16
     """Requests that decode together."""
     max_slots: int = 32768
-    """Cache slots of all rows together. Every row takes as many as the longest, in steps of 256. See
-    :meth:`in_memory` for what a base's take."""
+    """Cache slots of all rows together. Every row is padded to the longest, in steps of 256.
+    :meth:`in_memory` converts from bytes."""
     max_waiting: int = 64
     """Requests that wait."""
     chunk: int = 256
-    """Prompt tokens that are read between two steps."""
+    """Prompt tokens that are prefilled between two decode steps."""
     prefix_bytes: int = 256 * 2**20
-    """Keys and values of texts that have ended, for requests that begin in the same way."""
+    """Size of the prefix cache: keys and values of ended texts, for requests with the same beginning."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_rows", "max_slots", "chunk")
@@ -85,8 +85,8 @@ class BatchLimits:
     def in_memory(
         self, base: CausalLM, cache_bytes: int | None = None, prefix_bytes: int | None = None
     ) -> BatchLimits:
-        """These limits, but for the memory of rows and of texts that have ended: by default half of what is
-        left on the device of ``base``, and an eighth of it or :data:`PREFIX_TOKENS`."""
+        """These limits with ``max_slots`` and ``prefix_bytes`` set from memory sizes: by default half of the
+        free memory on the device of ``base``, and an eighth of it or :data:`PREFIX_TOKENS`."""
         free = available_memory(lm_head_device(base)) or UNKNOWN_MEMORY
         per_token = max(1, cache_bytes_per_token(base))
         slots = max(GROWTH_STEP, (free // 2 if cache_bytes is None else cache_bytes) // per_token)
@@ -95,7 +95,7 @@ class BatchLimits:
 
 
 SINGLE_REQUEST = BatchLimits(1, sys.maxsize, max_waiting=0, chunk=sys.maxsize, prefix_bytes=0)
-"""Of a batch for one request, which takes what it needs."""
+"""The limits of a batch for one request: none."""
 
 
 @dataclass(eq=False)
@@ -103,34 +103,34 @@ class Row:
     """One row of a request and its answer so far."""
 
     request: DecodeRequest
-    """Of one row where others may join."""
+    """A request of one row where others may join."""
     tag: Any = None
-    """Whatever the caller knows the row by."""
+    """The caller's own identifier."""
     owner: Hashable = None
-    """Whose it is: what it has read helps no row of another owner, nor the other way round."""
+    """The owner: the prefix cache is never shared between owners."""
     tokens: list[int] = field(default_factory=list)
     """The answer; a token that ended it included."""
     finish_reason: str | None = None
     """"stop": a token or criterion ended it; "length": ``max_new_tokens``; "cancelled"; "error"."""
     error: Exception | None = None
     num_reused: int = 0
-    """Tokens of the prompt that were not read again."""
+    """Prompt tokens found in the prefix cache."""
     num_read: int = 0
-    """Tokens of the prompt that are read, while it is being read."""
+    """Prompt tokens in the cache so far, during prefill."""
     num_overtaken: int = 0
-    """Rows that began before it though they came later, as there was no room for this one."""
+    """How often a later row has overtaken it because this one did not fit."""
     order: int = -1
-    """When it joined, among the rows of the batch."""
+    """The position in which it joined the batch."""
     index: int = 0
-    """Which row of the request it is."""
+    """Its index in the request."""
 
     @property
     def prompt(self) -> list[int]:
         return self.request.tokens[self.index, : int(self.request.lengths[self.index])].tolist()
 
     def take_error(self) -> Exception:
-        """What made the row fail, which it then holds no more: the traceback knows the pass, its cache and
-        this row, and such a cycle stays in memory until the next full garbage collection."""
+        """The exception that made the row fail, which the row then drops: the traceback knows the pass, its
+        cache and this row, and such a cycle stays in memory until the next full garbage collection."""
         error, self.error = self.error, None
         assert error is not None
         return error
@@ -138,7 +138,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RowOutput:
-    """What a pass gave one row; without tokens where the row has only failed."""
+    """The output of a forward pass for one row; without tokens where the row has failed."""
 
     row: Row
     tokens: list[int] = field(default_factory=list)
@@ -147,14 +147,14 @@ class RowOutput:
     logprobs: list[TokenLogprobs] | None = None
     """One for each token, where the request asked for them."""
     finish_reason: str | None = None
-    """That of the row, where this is the last it gets."""
+    """The row's own, in its last output."""
     drafted: list[int] = field(default_factory=list)
     """The depth of each verified draft token, as in :class:`medusa.decoding.step.StepOutput`."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one forward pass gave, for every row of a request; finished rows have empty lists."""
+    """The output of one forward pass for every row of a request; finished rows have empty lists."""
 
     tokens: list[list[int]]
     depths: list[list[int]]
@@ -163,11 +163,11 @@ class StepResult:
 
 @dataclass
 class _Prefill:
-    """Rows of one request whose prompts are being read."""
+    """The rows of one request during prefill."""
 
     rows: Sequence[Row]
     request: DecodeRequest
-    """Theirs, with the answer so far behind the prompt."""
+    """The request, with the answer so far appended to the prompt."""
     prefix: TreeCache
 
     @property
@@ -180,20 +180,20 @@ class _Prefill:
 
 
 class Batch:
-    """Rows under way on one base.
+    """A continuous batch of rows on one base model.
 
     Call :meth:`add` at any time, and :meth:`step` for as long as :attr:`is_busy`.
 
     Args:
-        runner: what runs passes, with the states of the layers that drafters read.
+        runner: runs forward passes, with the hidden states of the layers that drafters read.
         make_drafter: called with a maximum number of rows and whether rows have reference texts; returns
             (drafter, adaptive policy or None). Cached per power of two.
-        staleness_check: raises ValueError where base or heads are no longer those that the batch was made
-            for. Called with True for each new request, with False once a turn.
-        is_streamed: whether a request alone hands out each token at once; it is checked at its end otherwise.
-        static: what runs whole steps in the place of the general one, for a request alone.
-        needs_features: whether drafters want the states of the whole text.
-        max_nodes: of a draft.
+        staleness_check: raises ValueError where base or heads have changed since the batch was made. Called
+            with True for each new request, with False once a turn.
+        is_streamed: whether a single request hands out each token at once; otherwise the weights are checked
+        at its end. static: runs steps of fixed shape in place of the general ones, for a single request.
+        needs_features: whether drafters read the hidden states of the whole text. max_nodes: the largest
+        number of nodes of a draft.
     """
 
     def __init__(
@@ -218,13 +218,13 @@ class Batch:
         self._make_drafter, self._staleness_check = make_drafter, staleness_check
         self._max_nodes, self._is_streamed = max_nodes, is_streamed
         self._clock, self._validator = PhaseClock(self.statistics), DraftValidator(vocab_size(runner.base))
-        self._prefills: list[_Prefill] = []  # each less than half as long as what the one before has left
+        self._prefills: list[_Prefill] = []  # each less than half as long as the rest of the one before
         self._has_read = False  # prompts, in the last turn
         self._state: DecodeState | None = None
         self._rows: dict[int, Row] = {}  # by the number that the state knows them by
         self._num_joined = 0
         self._drafters: dict[tuple[int, bool], tuple[Drafter, AdaptiveDrafting | None]] = {}
-        self._last_drafter: Drafter | None = None  # it knows the rows, but for those that joined
+        self._last_drafter: Drafter | None = None  # it knows all rows except new ones
         self._has_joined = False
         self._context, self._device = common_context(runner.base), lm_head_device(runner.base)
 
@@ -235,7 +235,7 @@ class Batch:
 
     @property
     def num_prefilling(self) -> int:
-        """Rows whose prompts are being read."""
+        """Rows in prefill."""
         return sum(len(reading.rows) for reading in self._prefills)
 
     @property
@@ -276,7 +276,7 @@ class Batch:
 
     @property
     def free_capacity(self) -> int:
-        """Requests that can be added now: those that would join at once, and those that may wait."""
+        """How many more requests can be added now: free rows plus free places in the queue."""
         free_capacity = max(0, self.limits.max_rows - self.num_rows - len(self._prefills))
         return self.limits.max_waiting + free_capacity - len(self.waiting)
 
@@ -312,8 +312,8 @@ class Batch:
             self._static.close()
 
     def step(self) -> list[RowOutput]:
-        """One turn: at most a chunk of prompts, or a pass of all rows; where there is both, by turns. What
-        each row got.
+        """One turn: prefill up to ``chunk`` tokens or run one decode step of all rows, alternating where both
+        are due. Returns the output of each row.
 
         Raises:
             ValueError: the weights have changed since the batch was made; rows are as they were.
@@ -323,7 +323,7 @@ class Batch:
     @torch.inference_mode(False)  # a stream may be continued outside the mode that it was begun in
     @torch.no_grad()
     def step_outputs(self) -> list[list[RowOutput]]:
-        """As :meth:`step`, by passes: static steps run several in a turn."""
+        """As :meth:`step`, one list for each forward pass: static steps run several in a turn."""
         with pinned_attention(self._device):
             return self._step_outputs()
 
@@ -369,10 +369,10 @@ class Batch:
         return outputs
 
     def _begin_prefill(self) -> bool:
-        """Whether a prompt is being read, after one that waits was begun if any may be.
+        """Whether any prefill is running, after starting one more if a waiting request may.
 
-        A row may pass one that is being read where it is less than half of what that has left, and one for
-        which there is no room, but not for ever: after so many have passed it, that one is next.
+        A request may overtake a running prefill if it is less than half as long as what remains, and a
+        request that does not fit yet. After MAX_OVERTAKES nobody overtakes it again.
         """
         longest = self._prefills[-1].num_remaining / 2 if self._prefills else float("inf")
         passed = []
@@ -399,14 +399,15 @@ class Batch:
         return _Prefill([row], request, prefix)
 
     def _has_room_for(self, length: int) -> bool:
-        """Whether all rows, those that are read and one of ``length`` tokens can grow for a while."""
+        """Whether one more row of ``length`` tokens fits, with room for all rows to grow."""
         num_others = self.num_rows + len(self._prefills)
         if not num_others:
             return True
         return num_others < self.limits.max_rows and self._fits(length, len(self._prefills) + 1, GROWTH_STEP)
 
     def _fits(self, length: int, num_joining: int, growth: int = 0) -> bool:
-        """Whether so many rows may join, one of ``length`` tokens, all rows grown by so many tokens."""
+        """Whether ``num_joining`` more rows fit (the longest has ``length`` tokens) after every row grows by
+        ``growth`` tokens."""
         read = [reading.longest for reading in self._prefills]
         longest = max(length, 0 if self._state is None else self._state.cache.longest, *read, 0)
         return self._slots(self.num_rows + num_joining, longest + growth) <= self.limits.max_slots
@@ -416,12 +417,13 @@ class Batch:
         self.waiting.extendleft(reading.rows)
 
     def _slots(self, num_rows: int, longest: int) -> int:
-        """Slots that so many rows take, with a tree behind ``longest`` tokens."""
+        """Cache slots of ``num_rows`` rows with ``longest`` tokens and a tree."""
         return num_rows * -(-(longest + self._max_nodes) // GROWTH_STEP) * GROWTH_STEP
 
     def _known_prefix(self, ids: list[int], owner: Hashable) -> tuple[TreeCache, int]:
-        """A copy of what this owner has read of ``ids`` before, in a row under way or one that has ended; all
-        but the last token at most, after which the first new one is chosen."""
+        """A copy of the longest cached prefix of ``ids`` that this owner has, from a running row or the
+        prefix cache, and its length. The last token is always left out: its logits choose the first new
+        one."""
         prefix, length = self.prefixes.longest(ids[:-1], owner)
         state, source = self._state, -1
         for index, number in enumerate(() if state is None else state.rows):
@@ -438,7 +440,7 @@ class Batch:
             read = prefix.copy_of_row(0, length)
         else:
             read = new_cache(self._runner.base, 1)
-        return read, read.longest  # 0 where the states of a base have read more
+        return read, read.longest  # 0 where recurrent states have gone beyond it
 
     def _read_chunk(self, reading: _Prefill, num_tokens: int) -> None:
         prefix = reading.prefix
@@ -457,7 +459,7 @@ class Batch:
             request,
             reading.prefix,
             num_before=len(rows[0].tokens),
-            refuses_nan=self.limits is not SINGLE_REQUEST,  # a row of NaN is to leave the others alone
+            refuses_nan=self.limits is not SINGLE_REQUEST,  # a row of NaN must not disturb the others
         )
         state.sampled = sampled
         self.statistics.num_rows += sum(not row.tokens for row in rows)
@@ -516,7 +518,7 @@ class Batch:
     def _drafter_for(
         self, num_rows: int, references: Sequence[References]
     ) -> tuple[Drafter, AdaptiveDrafting | None]:
-        kind = 1 << (num_rows - 1).bit_length(), bool(references)  # what 9 rows teach is of use to 16
+        kind = 1 << (num_rows - 1).bit_length(), bool(references)  # 9 and 16 rows share what is learnt
         if kind not in self._drafters:
             self._drafters[kind] = self._make_drafter(*kind)
         return self._drafters[kind]
@@ -529,10 +531,11 @@ class Batch:
         num_run: int,
         seconds: float | None,
     ) -> None:
-        """Count steps, and tell ``adaptive`` of them; ``drafts`` unless someone stood in for the drafter.
+        """Count steps and report them to ``adaptive``; ``drafts`` is False where a fallback drafted or nobody
+        did.
 
-        ``num_run`` steps took ``seconds``, those behind the end of the text included, which gave nothing;
-        both as for :meth:`medusa.decoding.adaptive.AdaptiveDrafting.record`.
+        ``seconds`` is the time of ``num_run`` steps, including steps after the end of the text, which emit no
+        token. Both are those of :meth:`medusa.decoding.adaptive.AdaptiveDrafting.record`.
         """
         tokens_per_row, first = 0.0, outputs[0]
         for output in outputs:
@@ -549,7 +552,7 @@ class Batch:
     def _emit(self, rows: Sequence[Row], output: StepOutput) -> list[RowOutput]:
         progress = []
         for index, row in enumerate(rows):
-            if row.finish_reason is not None:  # it stands still among static ones
+            if row.finish_reason is not None:  # static steps keep ended rows
                 continue
             tokens = output.tokens[index]
             row.tokens.extend(tokens)
@@ -563,7 +566,7 @@ class Batch:
         return progress
 
     def _make_room(self) -> None:
-        """Send the youngest rows back into the queue while there are more slots to fill than may be."""
+        """Preempt the youngest rows while more cache slots are needed than allowed."""
         assert self._state is not None
         while True:
             taken = self._slots(self.num_rows, self._state.cache.longest) + self._num_slots_read
@@ -594,7 +597,7 @@ class Batch:
         self._drop([] if stands_still else ended)
 
     def _drop(self, dropped: list[Row]) -> None:
-        """Take rows out of the passes; what they have read is kept for others, and for themselves."""
+        """Remove rows from the batch; their keys and values go into the prefix cache."""
         state = self._state
         if not dropped or state is None:
             return
@@ -622,13 +625,13 @@ class Batch:
 
 
 def _cause(error: Exception) -> Exception:
-    """What made a row fail."""
+    """The exception that made a row fail."""
     is_wrapped = isinstance(error, RowsFailed) and isinstance(error.__cause__, Exception)
     return error.__cause__ if is_wrapped else error  # type: ignore[return-value]
 
 
 def _moved_up(num_rows: int, gone: set[int]) -> list[int]:
-    """The rows but those in ``gone``, the last ones in the holes: few rows have to move."""
+    """The remaining rows without those in ``gone``; the last ones fill the holes, so that few rows move."""
     num_kept = num_rows - len(gone)
     last = [row for row in range(num_kept, num_rows) if row not in gone]
     return [last.pop() if row in gone else row for row in range(num_kept)]

@@ -1,7 +1,7 @@
-"""From what ``transformers``' ``generate`` has prepared to what the decode loop reads, and back.
+"""Converts a prepared call of ``transformers``' ``generate`` into a :class:`DecodeRequest`, and results back.
 
-``generate`` merges configurations, builds processors and criteria and checks the arguments; this
-module takes the outcome, refuses what a tree cannot honour, and strips the left padding.
+``generate`` merges configurations, builds processors and criteria and checks the arguments; this module takes
+the result, refuses options that tree decoding cannot honour, and strips the left padding.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def decode_request(
     acceptance: str = "exact",
     **model_inputs: Any,
 ) -> DecodeRequest:
-    """The request behind a ``generate`` call.
+    """The request of a ``generate`` call.
 
     input_ids (B, T) long, left-padded where attention_mask (B, T) is 0.
 

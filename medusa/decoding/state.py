@@ -2,11 +2,10 @@
 
 No model is called here; ``step`` moves the state forward.
 
-Keys and values of a text depend on its tokens alone, so whoever begins with the same tokens can start from a
-copy of them: a conversation's next turn does not read its history again. :class:`PrefixCache` keeps what rows
-leave behind when they end, until a limit of memory is reached; the least recently used goes first. What one
-owner leaves is for that owner alone: how much of a guess is known, and how fast it is read, would tell others
-the text token by token.
+Keys and values of a text depend on its tokens alone, so a request with the same first tokens can start from a
+copy of them: a conversation's next turn does not read its history again. :class:`PrefixCache` keeps them when
+rows end, up to a limit of memory; the least recently used goes first. It is never shared between owners: the
+length of the cached prefix, and the time to answer, would tell others the text token by token.
 """
 
 from __future__ import annotations
@@ -54,14 +53,16 @@ class DecodeRequest:
     padding: tuple[Tensor, ...] = ()
     """The tokens that padded each row on the left in the caller's batch, (P,) long each; () for none."""
     num_logprobs: int | None = None
-    """Report what the base thinks of each token, and of so many likeliest ones; None reports nothing."""
+    """Report the base's log-probability of each token, and of this number of likeliest ones; None reports
+    nothing."""
     references: tuple[References, ...] = ()
     """What each row may copy from beside its own text; () for nothing."""
     acceptance: str = "exact"
     """"exact", "typical" (lossy), or the name of a rule in ``medusa.acceptance.rules``."""
 
     def with_padding(self, row: int, sequence: Tensor) -> Tensor:
-        """``sequence`` (T,) long, which begins with the prompt of ``row``, behind the caller's padding."""
+        """``sequence`` (T,) long, which begins with the prompt of ``row``, with the caller's padding before
+        it."""
         return torch.cat([self.padding[row], sequence]) if self.padding else sequence
 
     def lockstep_batch(self) -> LockstepBatch:
@@ -107,7 +108,7 @@ class DecodeState:
     lengths: Tensor
     """(B,) long: tokens of each row, root token included."""
     hidden: Tensor
-    """(B, D): the state that chose the root token, with those of the layers that the drafter reads."""
+    """(B, D): the hidden state that chose the root token, then those of the layers that the drafter reads."""
     cache: TreeCache
     requests: list[DecodeRequest]
     """What each row belongs to; the rows of one call share one."""
@@ -174,8 +175,7 @@ class DecodeState:
         return UpcomingNoise(draw)
 
     def rows_by_processors(self, rows: list[int]) -> list[tuple[LogitsProcessorList, list[int]]]:
-        """Logits processors, and where in ``rows`` those stand that share them; all that have none come
-        together."""
+        """Logits processors, and the indices of the rows that share them; rows without any form one group."""
         found: dict[int, tuple[LogitsProcessorList, list[int]]] = {}
         for place, row in enumerate(rows):
             processors = self.requests[row].processors
@@ -183,8 +183,8 @@ class DecodeState:
         return list(found.values())
 
     def append(self, new_tokens: list[list[int]], on_device: tuple[Tensor, Tensor] | None = None) -> None:
-        """Add each row's new tokens. ``on_device`` are the same where the device has them, (B, L) long, and
-        how many they are in each row, (B,) long; what stands behind these is not read."""
+        """Add each row's new tokens. ``on_device`` are the same tokens on the device, (B, L) long, and their
+        number in each row, (B,) long; entries beyond that number are not read."""
         reach, counts = self.known_lengths, [len(new) for new in new_tokens]
         if on_device is None:
             filled = [[*new] + [0] * (max(counts) - len(new)) for new in new_tokens]
@@ -206,8 +206,8 @@ class DecodeState:
         is_chain: bool = False,
         known: list[list[int]] | None = None,
     ) -> None:
-        """Keep the accepted path, of which ``hidden`` (B, N, D) holds the states; ``is_chain`` and ``known``
-        as for :meth:`TreeCache.commit`."""
+        """Commit the accepted path, whose hidden states are in ``hidden`` (B, N, D); ``is_chain`` and
+        ``known`` as for :meth:`TreeCache.commit`."""
         path_hidden = hidden.gather(1, acceptance.path[..., None].expand(-1, -1, hidden.shape[2]))
         self.cache.commit(acceptance.path, acceptance.num_accepted + 1, is_chain, known)
         self.hidden = path_hidden[:, -1]
@@ -231,7 +231,7 @@ class DecodeState:
         """Take in the rows of ``other``, of the same base; ``most_rows`` as for :meth:`TreeCache.join`.
 
         Raises:
-            ValueError: a request's rows must stay together, or its text depends on what is drafted.
+            ValueError: a request's rows must stay together, or its text depends on the draft.
         """
         for state in (self, other):
             if state.lockstep_batch is not None or not state.request.is_exact:
@@ -282,7 +282,7 @@ class DecodeState:
 
 
 def _as_wide(first: Tensor, second: Tensor) -> list[Tensor]:
-    """Both (B, S, ...), the narrower one filled with zeros behind."""
+    """Both (B, S, ...), the narrower one padded with zeros on the right."""
     missing = first.shape[1] - second.shape[1]
     fill = [0, 0] * (first.dim() - 2)
     widths = (max(0, -missing), max(0, missing))
@@ -309,7 +309,7 @@ class PrefixCache:
             raise ValueError(f"max_bytes must be at least 0, got {max_bytes}")
         self.max_bytes = max_bytes
         self.num_cut = 0
-        """Texts of which the leading part alone was kept, or nothing, as they take more than the bound."""
+        """Texts that were cut to their leading part, or dropped, because they exceed the bound."""
         self._kept: list[_Kept] = []  # the least recently used first
 
     def __len__(self) -> int:
@@ -321,7 +321,8 @@ class PrefixCache:
         return sum(each.prefix.num_bytes for each in self._kept)
 
     def longest(self, ids: Sequence[int], owner: Hashable = None) -> tuple[TreeCache | None, int]:
-        """What of this owner shares most first tokens with ``ids``, and how many; counts as a use of it."""
+        """The entry of this owner with the longest common prefix with ``ids``, and its length; counts as a
+        use."""
         ids = tuple(ids)
         shared = [num_shared(each.ids, ids) if each.owner == owner else 0 for each in self._kept]
         if not any(shared):
@@ -344,7 +345,7 @@ class PrefixCache:
         return kept
 
     def keep(self, ids: Sequence[int], prefix: TreeCache, owner: Hashable = None) -> None:
-        """Keep ``prefix``, which has read exactly ``ids``; what it continues is not kept beside it."""
+        """Keep ``prefix``, the cache of exactly ``ids``; entries that it continues are dropped."""
         ids = tuple(ids)
         if not ids or prefix.num_bytes > self.max_bytes or self.is_known(ids, owner):
             return

@@ -2,9 +2,9 @@
 
 Draft, verify, accept and commit are one function here that reads nothing back from the device: no length, no
 token and no verdict reaches the host. So steps can follow each other without waiting, be compiled, or be
-captured in a CUDA graph. What ``step.py`` does with lists is done with tensors. A path is committed at its
-full length, depth + 1 entries, and the next step overwrites what lies past a row's end. A row that has ended
-stands still, until all have. The host reads the results of several steps at once.
+captured in a CUDA graph. Tensors take the place of the lists in ``step.py``. A path is committed at its full
+length, depth + 1 entries, and the next step overwrites entries past a row's end. A row that has ended stays
+in the batch unchanged, until all have. The host reads the results of several steps at once.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ WARM_UP_STEPS = 3
 MAX_KEPT = 16
 """Settings whose graphs a model keeps at most."""
 KEPT_SHARE = 4
-"""The caches of kept graphs but the newest one's take at most one part in so many of the memory left."""
+"""Divisor: caches of kept graphs, the newest one's excluded, take at most free memory divided by this."""
 
 
 def keep_newest(kept: dict[Hashable, StepRunner], key: Hashable, runner: StepRunner) -> None:
@@ -93,7 +93,7 @@ class StaticState:
     eos: Tensor
     """(E,) long: the tokens that end a row."""
     finished: Tensor
-    """(B,) bool: the row has ended and stands still."""
+    """(B,) bool: the row has ended and no longer changes."""
     num_kept: Tensor
     """(W, B) long: tokens that each unread step added to each row; 0 once it has ended."""
     num_accepted: Tensor
@@ -101,7 +101,7 @@ class StaticState:
     num_unread: Tensor
     """(1,) long: steps since the host last read the results."""
     is_broken: Tensor
-    """(1,) bool: a tree had a node on which the base is not finite; its rows have stood still since."""
+    """(1,) bool: a tree had a node on which the base is not finite; its rows have not changed since."""
     violations: Tensor
     """(R,) bool: which of :data:`STATIC_DRAFT_RULES` drafts have broken."""
 
@@ -141,7 +141,8 @@ class StaticState:
             self.rows.tokens = torch.nn.functional.pad(self.rows.tokens, (0, missing))
 
     def load(self, given: DecodeState, num_left: int) -> None:
-        """Go on from ``given``, whose rows may get ``num_left`` tokens more; it must fit what is reserved."""
+        """Go on from ``given``, whose rows may get ``num_left`` tokens more; it must fit the reserved
+        memory."""
         rows = self.rows
         self.cache.load(given.cache)
         width = min(rows.tokens.shape[1], given.tokens.shape[1])
@@ -162,7 +163,8 @@ def static_step(
 ) -> None:
     """Draft, verify, accept and commit once, in every row of ``state``.
 
-    ``seen`` is that of :func:`medusa.base.causal_lm.capture_hidden_states`, which must be open on ``base``.
+    ``seen`` is the value of :func:`medusa.base.causal_lm.capture_hidden_states`, which must be open on
+    ``base``.
     """
     context = replace(draft_context(state.rows, base), fixed_shape=True)
     draft = _checked(drafter.draft(context), context, drafter, state, vocab_size(base))
@@ -174,7 +176,7 @@ def static_step(
 def _checked(
     draft: Draft, context: DraftContext, drafter: StaticDrafter, state: StaticState, num_tokens: int
 ) -> Draft:
-    """``draft``, with tokens that the base can read; what it violates is added to ``state``."""
+    """``draft``, with its tokens clamped to valid ids; rule violations are added to ``state``."""
     if is_builtin(drafter):
         return draft
     check_shapes(drafter, draft, context, num_tokens)
@@ -317,7 +319,7 @@ class StepRunner:
         return graph
 
     def _tensor_addresses(self) -> list[int]:
-        """Where everything lies that may move between two runs."""
+        """The addresses of all tensors that may move between two runs."""
         entries = [each for layer in self.state.cache.tree_layers for each in layer.entries]
         kept = (self.state.rows.tokens, *entries, *self.base.parameters(), *self.base.buffers())
         return [tensor.data_ptr() for tensor in (*kept, *self.drafter.tensors())]
@@ -356,13 +358,13 @@ class StaticRows:
         self._runner: StepRunner | None = None
         self._key: Hashable = None
         self._lengths: list[int] = []  # of the rows, when the host last read them
-        self._ends: list[int] = []  # what each row can reach at most; the length it has, once it has ended
+        self._ends: list[int] = []  # the largest length of each row; its own length once it has ended
 
     def advance(self, rows: DecodeState, drafts: bool) -> tuple[list[StepOutput], int, float]:
-        """What the next steps gave, which draft or do not, but for those that gave nothing; how many these
-        were, the one that mends a broken draft not counted; and the seconds that setting them up took.
+        """The outputs of the next steps without empty ones; the number of steps, a repeated step after a
+        broken draft not counted; and the seconds of their setup.
 
-        ``rows`` is read at the first call alone, which takes its keys and values over.
+        ``rows`` is read only at the first call, which takes over its keys and values.
         """
         runner = self._runner or self._begin(rows)
         state, drafter = runner.state, self.drafter
@@ -400,7 +402,7 @@ class StaticRows:
         self._ends = [length + num_left for length in self._lengths]
         runner.state.reserve(self._slots_needed(1))
         runner.state.load(rows, num_left)
-        rows.cache = runner.state.cache  # those of the prompt are let go: long texts would be held twice
+        rows.cache = runner.state.cache  # the prompt's own cache is freed: long texts would be held twice
         return runner
 
     @property
@@ -409,8 +411,8 @@ class StaticRows:
         return max(end - length for end, length in zip(self._ends, self._lengths, strict=True))
 
     def _slots_needed(self, num_steps: int) -> int:
-        """Cache slots for so many steps, rounded up so that few sizes occur: nothing is compiled or captured
-        anew for each token."""
+        """Cache slots for the given number of steps, rounded up so that few sizes occur and little is
+        compiled or captured again."""
         before_last = (num_steps - 1) * (self.drafter.max_depth + 1)
         longest = max(
             min(length + before_last, end) for end, length in zip(self._ends, self._lengths, strict=True)
@@ -418,8 +420,8 @@ class StaticRows:
         return rounded_slots(longest - 1 + self.drafter.num_nodes)
 
     def _read(self, state: StaticState, num_steps: int, drafts: bool) -> tuple[list[StepOutput], bool]:
-        """What the last ``num_steps`` steps gave, those that gave nothing left out, and whether the base was
-        not finite on a node of them: all in one read."""
+        """The outputs of the last ``num_steps`` steps without empty ones, and whether the base was not finite
+        on one of their nodes: all in one read."""
         depth, num_drafted = (self.drafter.max_depth, self.drafter.num_nodes - 1) if drafts else (0, 0)
         rows = torch.cat(
             [
@@ -463,8 +465,8 @@ def rounded_slots(num_slots: int) -> int:
 
 
 def _newest_tokens(state: StaticState, num_steps: int, most: int) -> Tensor:
-    """What the last ``num_steps`` steps added to each row, at most ``most`` tokens each: (B, num_steps *
-    most) long; what stands behind the newest is not to be read."""
+    """The tokens that the last ``num_steps`` steps added to each row, at most ``most`` each: (B, num_steps *
+    most) long; entries after the newest are undefined."""
     tokens, first = state.rows.tokens, state.rows.lengths - state.num_kept[:num_steps].sum(0)
     columns = first[:, None] + torch.arange(num_steps * most, device=tokens.device)
     return tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1))
@@ -474,7 +476,7 @@ def static_drafter(step: str, drafter: Drafter, request: DecodeRequest) -> Stati
     """``drafter``, if steps of fixed shape can decode ``request`` with it.
 
     Raises:
-        ValueError: they cannot; the message names ``step``, what is in the way, and what to use instead.
+        ValueError: they cannot; the message names ``step``, the obstacle, and the alternative.
     """
     problem, instead = "", ""
     reading = [type(each).__name__ for each in request.processors if type(each) not in PATH_FREE_PROCESSORS]

@@ -33,7 +33,7 @@ class DecodingStatistics:
     num_paused: int = 0
     """Steps in which guessing paused."""
     accepted_histogram: list[int] = field(default_factory=list)
-    """[a]: steps that accepted a draft tokens; those that paused accepted none."""
+    """[a]: steps that accepted a draft tokens; steps without a draft accepted none."""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))

@@ -43,15 +43,15 @@ from medusa.trees.candidate_tree import TreeTopology
 
 @dataclass(frozen=True)
 class ModelRunner:
-    """The only place that knows what runs a pass: ``base``, which may be a view of the model that decodes, by
-    ``run``. With the states of ``layers`` (:func:`medusa.base.causal_lm.capture_hidden_states`)."""
+    """Runs forward passes of ``base`` (or of an engine's view of it) through ``run``, and also returns the
+    hidden states after ``layers`` (:func:`medusa.base.causal_lm.capture_hidden_states`)."""
 
     base: CausalLM
     layers: tuple[int, ...] = ()
     run: Callable[..., tuple[Tensor, Tensor]] = verify
     """As :func:`medusa.base.causal_lm.verify`."""
     keeps_features: bool = False
-    """Whether the states of the text are kept in its cache, for drafters that read them."""
+    """Whether the text's hidden states are kept in its cache, for drafters that read them."""
 
     def prefill(
         self, tokens: Tensor, lengths: Tensor, cache: TreeCache, chunk: int = 512
@@ -70,18 +70,18 @@ class ModelRunner:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one forward pass gave the rows of a state, in their order, cut where a row ends."""
+    """The output of one forward pass for the rows of a state, in their order, cut where a row ends."""
 
     tokens: list[list[int]]
     depths: list[list[int]]
     """The depth of the guess behind each token; 0 for the base model's own."""
     has_ended: list[bool]
     max_depth: int
-    """Of the tree that was verified."""
+    """The depth of the verified tree."""
     num_drafted: int
-    """Its nodes without the root."""
+    """The number of its nodes without the root."""
     num_replayed: int = 0
-    """Tokens before the root that the base has read a second time, in the row that had most."""
+    """Largest number of replayed tokens over the rows."""
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """Row -> one entry for each of its tokens, where its request asked for them."""
     drafted: list[list[int]] = field(default_factory=list)
@@ -98,7 +98,7 @@ def decode_step(
 ) -> StepOutput:
     """One step of all rows of ``state``: draft, verify, accept, commit. Rows that end stay in ``state``.
 
-    ``adaptive`` decides how many nodes are verified of a draft that says what they are worth.
+    ``adaptive`` decides how many nodes of a draft with ``path_logprob`` are verified.
     """
     num_replay_tokens = state.cache.num_replay_tokens
     context = draft_context(state, runner.base, 0.0 if adaptive is None else adaptive.min_accept_prob)
@@ -107,7 +107,7 @@ def decode_step(
     if draft.path_logprob is not None:
         whole = draft.topology.num_nodes - draft.num_optional_nodes
         draft = draft.first(whole if adaptive is None else adaptive.num_nodes(draft.path_logprob, whole))
-    if num_replay_tokens >= MAX_REPLAY_TOKENS:  # such a pass is kept whole, and brings the states up to date
+    if num_replay_tokens >= MAX_REPLAY_TOKENS:  # such a pass is committed whole and updates the states
         draft = draft.root_only()
     clock.lap("draft")
     hidden, logits = runner.verify(draft.tokens, draft.topology, state.cache)
@@ -150,11 +150,12 @@ def decode_step(
 
 
 SCORES_AT_ONCE = 2**21
-"""Scores among which the largest of every node are found sooner than those of a path one after the other."""
+"""Up to this number of scores, taking the best token of all nodes at once is faster than walking down the
+path."""
 
 
 def _walks(state: DecodeState, draft: Draft, logits: Tensor) -> bool:
-    """Whether scoring accepted nodes alone, one depth after the other, takes less time than scoring all."""
+    """Whether scoring only accepted nodes, one depth after the other, is faster than scoring all nodes."""
     num_nodes = draft.topology.num_nodes
     if logits.device.type != "cpu" or num_nodes == 1:
         return False
@@ -164,14 +165,14 @@ def _walks(state: DecodeState, draft: Draft, logits: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What the host reads of a step."""
+    """The values of a step that the host reads."""
 
     tokens: list[list[int]]
     """New tokens of each row."""
     paths: list[list[int]]
     """The accepted nodes of each row, the root first."""
     depths: list[list[int]]
-    """Of the draft's nodes but the root, in each row."""
+    """The depth of each draft node but the root, in each row."""
     broken_rows: list[int]
     """Rows for which a token was chosen from scores that are no numbers."""
     is_broken: bool = False
@@ -179,7 +180,7 @@ class _Seen:
 
 
 def _seen(draft: Draft, acceptance: Acceptance, hidden: Tensor | None = None) -> _Seen:
-    """All that the host has to know, in one read; :attr:`_Seen.is_broken` where it is given ``hidden``."""
+    """All values that the host needs, in one read; sets :attr:`_Seen.is_broken` if ``hidden`` is passed."""
     num_rows, flags = len(draft.tokens), acceptance.is_broken
     parts = [
         acceptance.num_accepted[:, None],
@@ -211,10 +212,9 @@ a state reads several tokens at once."""
 def _rows_near_a_tie(
     state: DecodeState, draft: Draft, logits: Tensor, noise: UpcomingNoise | None, acceptance: Acceptance
 ) -> list[int]:
-    """The rows that plain decoding, which rounds otherwise, might have given another token than this pass.
+    """Rows where one-token decoding could choose another token, because its rounding differs.
 
-    Only in float32: narrower logits tie all the time. Processors that may be asked but once for each token
-    have been asked already.
+    Only in float32: narrower logits tie all the time. Stateful processors are not called again here.
     """
     is_plain_text = state.sampled is None and state.request.is_exact and state.lockstep_batch is None
     in_float32 = multiplies_in_float32(logits.dtype, logits.device)
@@ -232,8 +232,8 @@ def _rows_near_a_tie(
 
 
 def _read_plainly(runner: ModelRunner, state: DecodeState, rows: list[int]) -> int:
-    """Have the base read the text of ``rows`` as plain decoding does, from where it last did so to the root;
-    how many tokens that were, in the row that had most."""
+    """Read the text of ``rows`` again one token at a time, from the last exact checkpoint to the root; the
+    largest number of replayed tokens over the rows."""
     assert isinstance(state.cache, StatefulCache)
     most, alone = 0, state.cache.split_rows()
     for row in rows:
@@ -247,7 +247,7 @@ def _read_plainly(runner: ModelRunner, state: DecodeState, rows: list[int]) -> i
 
 
 def _root_only(state: DecodeState, draft: Draft) -> Draft:
-    """The root of ``draft`` alone, where the base is not finite on a guess."""
+    """``draft`` cut to its root, because the base is not finite on a draft token."""
     rule = state.request.rule
     if state.sampled is not None and rule is not None and rule.context_only_proposal:
         raise ValueError(
@@ -265,10 +265,10 @@ def prefill_request(
     num_before: int = 0,
     refuses_nan: bool = False,
 ) -> tuple[DecodeState, StepOutput]:
-    """Prefill: the state to go on from, which has each row's first token, and that token.
+    """Prefill: the decode state with each row's first token, and the output with that token.
 
-    ``prefix`` holds what has been read of the prompt already. The last ``num_before`` tokens of the prompt
-    are of the answer, which then goes on. ``refuses_nan`` is of the state.
+    ``prefix`` holds the part of the prompt that is cached already. The last ``num_before`` tokens of the
+    prompt belong to the answer, which continues. ``refuses_nan`` is a field of the state.
     """
     hidden, logits = runner.prefill(request.tokens, request.lengths, prefix)
     last = request.lengths[:, None] - 1
@@ -310,7 +310,7 @@ def sampled_kind(drafter: Drafter, request: DecodeRequest, base: CausalLM) -> Dr
 
 
 def draft_context(state: DecodeState, base: CausalLM, min_accept_prob: float = 0.0) -> DraftContext:
-    """What a drafter is told, with the noise that chooses after every depth."""
+    """The context of a draft, with the noise that will choose the token at every depth."""
     return DraftContext(
         root=state.tokens.gather(1, state.lengths[:, None] - 1).squeeze(1),
         hidden=state.hidden,
@@ -332,8 +332,8 @@ def draft_context(state: DecodeState, base: CausalLM, min_accept_prob: float = 0
 def acceptance_of(
     state: DecodeState, draft: Draft, logits: Tensor, noise: UpcomingNoise | None, walks: bool = False
 ) -> Acceptance:
-    """Which candidates the base agrees with. ``walks`` says that only accepted nodes are scored, one depth
-    after the other: less work, and the device is waited for at each."""
+    """The accepted candidates. With ``walks`` only accepted nodes are scored, one depth after the other: less
+    work, but the host waits for the device at each."""
     if state.sampled is not None:
         return _accept_sampled(state, draft, logits)
     return _accept_chosen(state, draft, logits, noise, walks)
@@ -342,7 +342,8 @@ def acceptance_of(
 def _accept_chosen(
     state: DecodeState, draft: Draft, logits: Tensor, noise: UpcomingNoise | None, walks: bool
 ) -> Acceptance:
-    """Which candidates are what the base chooses, with ``noise`` by depth, or finds plausible."""
+    """The candidates that the base chooses itself, with ``noise`` by depth, or finds plausible (typical
+    acceptance)."""
     if state.lockstep_batch is not None:
         return accept_in_lockstep(
             state.lockstep_batch, state.rows, draft.tokens, draft.topology, logits, noise
@@ -472,8 +473,8 @@ def _cut(
 def _logprobs(
     state: DecodeState, logits: Tensor, path: Tensor, tokens: list[list[int]]
 ) -> dict[int, list[TokenLogprobs]]:
-    """What the base alone thinks of each row's ``tokens``, chosen along ``path`` (B, L) long from logits
-    (B, N, V), where the row's request wants to know."""
+    """The base's log-probabilities of each row's ``tokens``, chosen along ``path`` (B, L) long from logits
+    (B, N, V), for rows whose request asks for them."""
     found = {}
     for row, request in enumerate(state.requests):
         if request.num_logprobs is not None:
@@ -483,5 +484,5 @@ def _logprobs(
 
 
 def depths_of(num_accepted: int) -> list[int]:
-    """The depth of the guess behind each token of a step that accepted so many; the last is no guess."""
+    """The depth of each token of a step; the last one is the base's own, with depth 0."""
     return [*range(1, num_accepted + 1), 0]

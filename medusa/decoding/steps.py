@@ -15,11 +15,10 @@
 The tokens are the same. Models sharded over devices (``device_map``) run ``general`` and ``static``.
 
 Capturing takes as long as a few steps, once for each batch size, tree, sampling setting and number of slots,
-with drafts and without where guessing may pause (``adaptive.py``); ``DecodingStatistics.setup_seconds`` says
-what it took. A model keeps what it captured for its last few settings, and the caches too, since a graph
-writes to the tensors it was captured with. Where a step cannot be captured, because the base or a logits
-processor reads a number on the host, or somebody has hung a hook on the base, static steps run, with a
-warning.
+with drafts and without where guessing may pause (``adaptive.py``); ``DecodingStatistics.setup_seconds``
+reports the time. A model keeps the graphs of its last few settings with their caches, since a graph writes to
+the tensors it was captured with. Where a step cannot be captured, because the base or a logits processor
+reads a number on the host, or somebody has hung a hook on the base, static steps run, with a warning.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from medusa.options import StepKind
 
 
 class Libraries:
-    """What is compiled ahead for one base, its passes and its heads; kept for the calls to come."""
+    """The compiled libraries of one base and its heads; kept for later calls."""
 
     def __init__(self, base: CausalLM, heads: Heads | None):
         self.base, self.heads = base, heads
@@ -80,7 +79,7 @@ class StepPlan:
 
 
 class Steps:
-    """The ways to run the steps of one base and its heads; what is compiled or captured for them is kept."""
+    """Runs the steps of one base and its heads; compiled libraries and captured graphs are kept."""
 
     def __init__(self, base: CausalLM, heads: Heads | None = None):
         self.base = base
