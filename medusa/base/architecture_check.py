@@ -1,7 +1,7 @@
-"""What a base model must be for a tree to be verified on it: rules, and a trial for what no rule foresees.
+"""Checks whether trees can be verified on a base model: rules, and a trial for everything else.
 
-The trial runs a small tree below two short prompts and compares the logits of every node with those of the
-model's own forward over the same tokens, without a cache. About 150 tokens are read in all.
+The trial runs a small tree below two short prompts and compares the logits of every node with the model's own
+forward over the same tokens, without a cache. About 150 tokens are read in all.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ TREE = CandidateTree.from_paths([(0,), (1,), (0, 0), (1, 0), (0, 0, 0), (1, 0, 0
 BRANCHES = ((0, 1, 3, 5), (0, 2, 4, 6))
 """Its nodes from the root to either leaf. The second branch is committed, so its cache entries move."""
 NUM_TRIALS = 3
-"""A difference counts when it shows with so many random prompts: in low precision a mixture of experts may
-choose other experts by rounding alone."""
+"""Number of random prompts on which a difference must appear: in low precision a mixture of experts may
+choose other experts just by rounding."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two logits may lie apart and count as rounded, in parts of the range of all logits."""
+    """Largest difference of two logits that counts as rounding, as a fraction of the range of all logits."""
 
     always: float
     """Up to here nothing more is measured."""
@@ -109,7 +109,7 @@ def check_tree_verification(base: CausalLM) -> None:
     """Run the trial on ``base``, which is left as it is.
 
     Raises:
-        ValueError: the tree's logits differ from those of the model's own forward, or a pass fails.
+        ValueError: the tree's logits differ from the model's own forward, or a pass fails.
     """
     if (fault := fault_of(base)) is not None:
         raise ValueError(f"{fault}; use its own generate")
@@ -179,7 +179,7 @@ def _joined_along(branch: tuple[int, ...], prompt: Tensor, nodes: Tensor, after:
 
 
 def _span(logits: Tensor) -> float:
-    """The range of logits, those left out that stand for minus infinity."""
+    """The range of logits, without values that represent minus infinity."""
     meant = logits[logits.abs() < torch.finfo(logits.dtype).max / 2]
     return float(meant.max() - meant.min()) if len(meant) else 0.0
 
@@ -192,7 +192,7 @@ def _compared(
     after: Tensor,
     expected: list[Tensor],
 ) -> Iterator[tuple[str, float]]:
-    """Every place of the trial, and how far its logits are from those in ``expected``."""
+    """Every node of the trial, and the distance of its logits from ``expected``."""
     lengths = torch.tensor(prompt_lengths, device=prompts.device)
     for chunk, reading in _readings(prompt_lengths):
         cache = new_cache(base, len(lengths))
@@ -290,7 +290,7 @@ def _tolerance(base: CausalLM) -> Tolerance:
 
 
 def _usable_tokens(base: CausalLM) -> Tensor:
-    """Token ids that are text: (V',) long, without those that a configuration names for another use."""
+    """Token ids of text: (V',) long, without the special tokens of the configuration."""
     special: set[int] = set()
     for config in (base.config, base.config.get_text_config(decoder=True)):
         for key, value in config.to_dict().items():

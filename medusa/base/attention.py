@@ -1,7 +1,7 @@
-"""Tree attention: what each tree node may look at, and at which position it stands.
+"""Tree attention: the mask and the position of each tree node.
 
-A node sees the row's committed tokens, its ancestors and itself. Its position is the number of
-committed tokens plus its depth, however many siblings stand before it in the pass.
+A node sees the row's committed tokens, its ancestors and itself. Its position is the number of committed
+tokens plus its depth, independent of its siblings in the pass.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LayerWindows = dict[str, int | None]
 ALL_NODES = slice(None)
 
 TREE_ATTENTION = {"sdpa": "medusa_tree_sdpa", "eager": "medusa_tree_eager"}
-"""What an engine's kernels compute (:mod:`medusa.engine.kernels`), by the implementation that it stands
-for."""
+"""The attention implementations of our kernels (:mod:`medusa.engine.kernels`), by the implementation that
+they replace."""
 
 MASKED_ATTENTION = ("sdpa", "eager", *TREE_ATTENTION.values())
 """Attention implementations that take an arbitrary mask, or what :func:`seen_slots` makes of it."""
@@ -149,7 +149,7 @@ def tree_visibility(
 def within_window(
     lengths: Tensor, num_slots: int, topology: TreeTopology, window: int, nodes: slice = ALL_NODES
 ) -> Tensor:
-    """Which cache slots lie less than ``window`` positions before each node, (B, M, S) bool."""
+    """Which cache slots are less than ``window`` positions before each node, (B, M, S) bool."""
     slots = torch.arange(num_slots, device=lengths.device)
     offset = slots - lengths[:, None]  # (B, S)
     depths = topology.depths.expand(lengths.shape[0], -1)

@@ -6,8 +6,8 @@ pass over a tree writes its N tokens to the N slots after the row's last committ
 :meth:`TreeCache.commit` then moves the accepted path to the front of those and forgets the rest.
 Keys are stored after their rotary embedding, so an entry that moves needs no correction.
 
-Drafters that read the text want the model's states of it. These lie beside the keys and values, and move,
-grow and are copied with them (:meth:`TreeCache.keep_features`).
+Drafters that read the text need its hidden states. They are stored beside the keys and values, and move, grow
+and are copied with them (:meth:`TreeCache.keep_features`).
 
 Buffers grow in steps as tokens come, never to the model's maximum context.
 """
@@ -43,11 +43,11 @@ class PassSlots:
     num_slots: int = 0
     """How many slots of each row the pass reads."""
     shared_start: int | None = None
-    """The first of the slots, where it is that of every row; None: ``slots`` says where."""
+    """The first slot, if it is the same in every row; None: see ``slots``."""
     longest: int = 0
     """Committed tokens of the longest row."""
     expected: int = 0
-    """Slots of a row that are to be filled before long; buffers that grow have room for so many."""
+    """Slots of a row that will be needed soon; growing buffers get room for this number."""
 
 
 class TreeCache(Cache):
@@ -67,7 +67,7 @@ class TreeCache(Cache):
         self.lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
         """(B,) long: committed tokens of each row."""
         self.num_positions: int | None = None
-        """Nodes further on stand at the last of these positions; None: the model's context."""
+        """Position ids are clamped below this value; None: the model's context."""
         self._known = self.lengths, [0] * num_rows
 
     @property
@@ -112,8 +112,8 @@ class TreeCache(Cache):
 
     @property
     def rows_needing_recheck(self) -> list[int]:
-        """Rows whose states the pass under way computes by another rule than plain decoding: none where all
-        that is kept of a text is keys and values."""
+        """Rows whose recurrent state was computed by the multi-token algorithm in this pass (empty for
+        attention-only models)."""
         return []
 
     @property
@@ -142,8 +142,8 @@ class TreeCache(Cache):
         return entries[0][:, 0, : self.longest] if entries else None
 
     def keep_features(self, states: Tensor, lengths: Tensor, longest: int) -> None:
-        """Keep ``states`` (B, N, D) of tokens behind the first ``lengths`` (B,) long of each row, at most
-        ``longest``: of a pass under way, or of what it has committed."""
+        """Keep ``states`` (B, N, D) of the tokens after the first ``lengths`` (B,) long of each row, at most
+        ``longest``: of the running pass, or of committed tokens."""
         layer, states = self._features, states[:, None]
         if not layer.is_initialized:
             layer.lazy_initialization(states, states[..., :0])
@@ -174,8 +174,8 @@ class TreeCache(Cache):
         """Keep the first ``num_kept`` (B,) long nodes of ``path`` (B, L) long; forget the pass's other nodes.
         ``known`` are these nodes of each row, where the host has them: then no device is waited for.
 
-        Where any kept node must move, all L entries are moved, whatever ``num_kept`` says: the surplus lies
-        past the row's end, where the next pass overwrites it. ``is_chain`` says that the pass was a chain
+        Where any kept node must move, all L entries are moved, whatever ``num_kept`` is: the surplus is past
+        the row's end, where the next pass overwrites it. ``is_chain`` says that the pass was a chain
         (:attr:`medusa.trees.candidate_tree.TreeTopology.is_chain`), whose paths are in order.
         """
         if known is None:
@@ -217,9 +217,9 @@ class TreeCache(Cache):
         self._set_lengths(self.lengths[rows], [known[source] for source in sources])
 
     def join(self, other: TreeCache, most_rows: int = 0) -> None:
-        """Take in the rows of ``other``, of the same base, behind one's own.
+        """Append the rows of ``other``, of the same base.
 
-        Where buffers must grow, they get room for twice as many rows, but not for more than ``most_rows``.
+        Buffers that must grow get room for twice the number of rows, but for at most ``most_rows``.
         """
         longest = max(self.longest, other.longest)
         for layer, theirs in zip(self._kept_layers, other._kept_layers, strict=True):
@@ -243,8 +243,8 @@ class TreeCache(Cache):
         return TreeCache(1, len(self.tree_layers), self.lengths.device)
 
     def clear_uncommitted(self) -> None:
-        """Hold zeros wherever no committed token lies: a masked slot counts 0 times what it holds, and where
-        that is not finite, the product is no number."""
+        """Set all slots without a committed token to zero: a masked slot is multiplied by 0, which gives NaN
+        where it is not finite."""
         for layer in self._kept_layers:
             for entries, buffer in zip(layer.entries, layer.buffers, strict=True):
                 slots = torch.arange(entries.shape[2], device=entries.device)
@@ -262,7 +262,7 @@ class FixedTreeCache(TreeCache):
     """A cache that every pass reads to its last slot, so that no shape depends on how long the rows are.
 
     Tensors stay where they are until :meth:`reserve`, and nothing here asks the device for a number, so a
-    pass may be compiled or captured. ``longest`` is that of the last :meth:`load`.
+    pass may be compiled or captured. ``longest`` is from the last :meth:`load`.
     """
 
     @property
@@ -320,7 +320,7 @@ class TreeCacheLayer(CacheLayerMixin):
         return self.entries[0].shape[2] if self.entries else 0
 
     def set_buffers(self, buffers: list[Tensor], num_rows: int | None = None) -> None:
-        """Have keys and values in ``buffers``, of which ``num_rows`` are in use; all by default."""
+        """Store keys and values in ``buffers``, with ``num_rows`` rows in use; all by default."""
         self.buffers = buffers
         self.entries = [buffer[:num_rows] if num_rows is not None else buffer for buffer in buffers]
 
@@ -344,7 +344,8 @@ class TreeCacheLayer(CacheLayerMixin):
         return keys[:, :, :num_slots], values[:, :, :num_slots]
 
     def reserve(self, num_slots: int) -> None:
-        """Make room for ``num_slots`` slots, keeping what is stored. Growing gives up room for more rows."""
+        """Make room for ``num_slots`` slots, keeping the stored entries. Growing gives up room for more
+        rows."""
         if self.entries and num_slots > self.capacity:
             wanted = max(num_slots, self.under_way.expected)
             used = min(self.capacity, max(self.under_way.num_slots, self.under_way.longest))
@@ -369,7 +370,7 @@ class TreeCacheLayer(CacheLayerMixin):
         self.set_buffers(self.buffers, len(sources))
 
     def join(self, other: TreeCacheLayer, their_slots: int, num_slots: int, most_rows: int) -> None:
-        """Take in the rows of ``other``, ``their_slots`` slots each, behind one's own."""
+        """Append the rows of ``other``, ``their_slots`` slots each."""
         if not other.is_initialized:
             return
         self.reserve(num_slots)

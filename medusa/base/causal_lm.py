@@ -9,11 +9,11 @@ states are then (..., (1 + L) * D), the last state first.
 Besides its context a model may have a position past which it computes otherwise:
 
 - LongRoPE (arXiv 2402.13753; Phi-3, 3.5 and 4-mini) has two sets of rotary frequencies. ``transformers``
-  takes the long set for a whole pass as soon as one position of it lies past the original context. So a
+  takes the long set for a whole pass as soon as one of its positions is past the original context. So a
   request stays on one side: its nodes are kept within the original context, or its first chunk reaches past
   it.
 - A few models have a ``sliding_window`` in their configuration that their code never masks by, while the
-  cache of ``transformers`` forgets what lies before it. Up to the window both agree.
+  cache of ``transformers`` forgets all earlier tokens. Up to the window both agree.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def lm_head(base: CausalLM) -> nn.Module:
 
 
 def embedding_weight(lm_head: nn.Module) -> Tensor:
-    """The weight (V, D) of an LM head, for its shape, type and place; its numbers are those of
-    :func:`embedding_rows`."""
+    """The weight (V, D) of an LM head, for its shape, type and place; :func:`embedding_rows` gives its
+    values."""
     return cast(Tensor, lm_head.weight)
 
 
@@ -90,13 +90,13 @@ def _offloading_hook(module: nn.Module) -> Any:
 def lm_head_device(base: CausalLM) -> torch.device:
     """Where a decode step's own tensors live: beside the LM head, wherever the layers are.
 
-    accelerate's hooks carry what a model sharded by ``device_map`` takes and gives from device to device.
+    With a ``device_map``, accelerate's hooks move inputs and outputs from device to device.
     """
     return place_of(lm_head(base))
 
 
 def hidden_size(base: CausalLM) -> int:
-    """D: what the LM head reads."""
+    """D: the input size of the LM head."""
     return embedding_weight(lm_head(base)).shape[1]
 
 
@@ -106,8 +106,8 @@ def vocab_size(base: CausalLM) -> int:
 
 
 def end_ids(base: CausalLM, tokenizer: Any = None) -> frozenset[int]:
-    """The tokens that end an answer: those of the generation configuration, as for ``transformers``'
-    ``generate``; the tokenizer's where it names none."""
+    """The tokens that end an answer: from the generation configuration, as for ``transformers``'
+    ``generate``; else from the tokenizer."""
     named = base.generation_config.eos_token_id
     if named is None:
         named = getattr(tokenizer, "eos_token_id", None)
@@ -147,7 +147,7 @@ def _rope_parameters(base: CausalLM) -> list[dict]:
 
 
 def decoder_layers(base: CausalLM) -> nn.ModuleList:
-    """The model's decoder layers, first to last; those of the text model where there are others."""
+    """The model's decoder layers, first to last; the text model's where there are others."""
     count = base.config.get_text_config(decoder=True).num_hidden_layers
     for module in base.get_decoder().modules():  # outer modules come first
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -169,7 +169,8 @@ def _layers_numbered(base: CausalLM, numbers: Sequence[int]) -> list[nn.Module]:
 
 
 def layers_of(hidden: Tensor, given: Sequence[int], wanted: Sequence[int]) -> Tensor:
-    """Hidden states (..., (1 + W) * D) with the layers ``wanted``, out of those with the layers ``given``."""
+    """Hidden states (..., (1 + W) * D) with the layers ``wanted``, selected from states with the layers
+    ``given``."""
     if list(given) == list(wanted):
         return hidden
     last, *below = hidden.unflatten(-1, (1 + len(given), -1)).unbind(-2)
@@ -208,10 +209,10 @@ def hidden_states(
     position_ids: Tensor | None = None,
     layers: Sequence[int] = (),
 ) -> Tensor:
-    """What the LM head would read, (B, T, D), for input_ids (B, T) long; no logits are computed.
+    """The input of the LM head, (B, T, D), for input_ids (B, T) long; no logits are computed.
 
-    Runs under the caller's gradient mode. ``attention_mask`` is (B, T) or (B, 1, T, T); ``layers`` are those
-    of :func:`capture_hidden_states`.
+    Runs under the caller's gradient mode. ``attention_mask`` is (B, T) or (B, 1, T, T); ``layers`` are passed
+    to :func:`capture_hidden_states`.
     """
     with capture_hidden_states(base, lambda hidden: hidden[:, :0], layers) as seen:
         base(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
@@ -231,7 +232,7 @@ def verify(
 
     tokens (B, M) long are the nodes ``first_node`` to ``first_node + M`` of trees that hang below each row's
     committed tokens in ``cache`` as ``topology`` says. ``select`` (B, S) long narrows the logits to some of
-    them, (B, S, V). ``layers`` are those of :func:`capture_hidden_states`. The cache then holds the pass's
+    them, (B, S, V). ``layers`` are passed to :func:`capture_hidden_states`. The cache then holds the pass's
     keys and values, uncommitted.
 
     Where the base keeps a state, each row has a pass of its own.
@@ -260,7 +261,7 @@ def _verify_chains(
     select: Tensor | None,
     layers: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`verify`, row after row, each behind the tokens that its states must read again."""
+    """As :func:`verify`, row after row, each after its replayed tokens."""
     before = (torch.arange(topology.num_nodes, device=topology.parents.device) - 1).clamp(min=0)
     if not topology.is_chain and not bool((topology.parents == before).all()):
         raise ValueError(
@@ -286,7 +287,7 @@ def _narrowed(hidden: Tensor, to: Tensor) -> Tensor:
 
 
 def _chain_inputs(base: CausalLM, tokens: Tensor, row: StatefulRow) -> dict[str, Any]:
-    """What the forward of ``base`` takes to read tokens (1, N) long, which ``row`` was told of. The model
+    """The arguments of ``base``'s forward for tokens (1, N) long, which were announced to ``row``. The model
     makes the masks itself."""
     positions = row.longest + torch.arange(tokens.shape[1], device=tokens.device)[None]
     if (context := context_length(base)) is not None:
@@ -313,7 +314,7 @@ def tree_inputs(
 ) -> dict[str, Any]:
     """What ``base``'s forward takes to run tree nodes, as in :func:`verify`; announces them to ``cache``.
 
-    ``windows`` are those of the layers, where the caller knows that nothing has changed them since.
+    ``windows`` are the layers' sliding windows, if the caller knows that they have not changed.
     """
     if windows is None:
         check_attention(base)
@@ -349,11 +350,10 @@ def prefill(
 ) -> tuple[Tensor, Tensor]:
     """Commit the tokens that ``cache`` lacks; hidden states (B, D) and logits (B, V) of the last.
 
-    tokens (B, T) long hold each row from column 0, ``lengths`` (B,) long tokens of it, at least one more
-    than the cache. A prompt is a tree too, a chain, so it goes through ``run``, ``chunk`` tokens at a time
-    to bound memory; with LongRoPE (see the top of this file) the first chunk of a long prompt is as long
-    as it takes to switch the factors. ``keeps_features`` has the cache keep the states of all tokens, for
-    drafters that read them.
+    tokens: (B, T) long, right-padded. lengths: (B,) long, tokens per row; each must exceed the cached length.
+    A prompt is a tree too, a chain, so it goes through ``run``, ``chunk`` tokens at a time to bound memory;
+    with LongRoPE (see the top of this file) the first chunk of a long prompt is as long as it takes to switch
+    the factors. ``keeps_features`` has the cache keep the states of all tokens, for drafters that read them.
     """
     if isinstance(cache, StatefulCache) and cache.num_rows > 1:  # a state must not read padding
         return _prefill_alone(base, tokens, lengths, cache, chunk, layers, run, keeps_features)
@@ -411,11 +411,11 @@ def _prefill_alone(
 
 
 class CapturedHiddenStates:
-    """What :func:`capture_hidden_states` has seen."""
+    """The states that :func:`capture_hidden_states` records."""
 
     def __init__(self, num_layers: int):
         self.parts = [torch.empty(0)] * (1 + num_layers)
-        """(B, T, D) each: what the LM head read last, what each layer gave last."""
+        """(B, T, D) each: the last input of the LM head, then the last output of each layer."""
 
     @property
     def last(self) -> Tensor:
@@ -430,10 +430,10 @@ def capture_hidden_states(
     keep: Callable[[Tensor], Tensor] = lambda hidden: hidden,
     layers: Sequence[int] = (),
 ) -> Iterator[CapturedHiddenStates]:
-    """Records what the LM head reads, and lets only ``keep`` of it through to the logits.
+    """Records the input of the LM head, and lets only ``keep`` of it through to the logits.
 
-    ``layers`` asks for the states after that many decoder layers too, 1 the first: each stands behind the
-    last state, in this order. Only passes of the calling thread are seen and narrowed: others may run the
+    ``layers`` asks for the hidden states after these decoder layers too, counted from 1; they are appended to
+    the last state, in this order. Only passes of the calling thread are seen and narrowed: others may run the
     same model meanwhile, each with hooks of its own or none.
     """
     seen, owner = CapturedHiddenStates(len(layers)), threading.get_ident()
@@ -464,7 +464,7 @@ def capture_hidden_states(
 
 @torch.no_grad()
 def logit_scale(base: CausalLM) -> float:
-    """What ``base`` multiplies the logits of its LM head by; 1 for most.
+    """The factor of ``base``'s logits after its LM head; 1 for most.
 
     Found by a trial, with logits too small for a cap, to three digits: in low precision no more can be said.
     """
@@ -498,7 +498,7 @@ def logits_of_states(base: CausalLM, states: Tensor) -> Tensor:
 
 
 def check_positions(base: CausalLM, prompt_lengths: Sequence[int], max_new_tokens: int) -> None:
-    """Raise ValueError unless ``base`` can continue prompts of these lengths by so many tokens."""
+    """Raise ValueError unless ``base`` can continue prompts of these lengths by ``num_tokens`` tokens."""
     longest = max(prompt_lengths)
     reached = longest + max_new_tokens - 1  # the last new token is never read
     context = context_length(base)

@@ -1,6 +1,6 @@
 """Loading a base model by its name: a wrong name or a wrong kind of model is one sentence, at once.
 
-``transformers`` asks the hub for file after file and tries each one again; here the hub is asked once.
+``transformers`` asks the hub for each file and retries; here the hub is asked once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SOURCE_ARGUMENTS = (
     "subfolder",
     "gguf_file",
 )
-"""Those of ``from_pretrained`` that say where files come from, and not what is made of them."""
+"""The arguments of ``from_pretrained`` that say where files come from."""
 
 
 def load_base(source: str | Path, **kwargs: Any) -> CausalLM:
@@ -76,8 +76,8 @@ def load_tokenizer(source: str | Path, **kwargs: Any) -> Any:
 
 
 def sizes_of(source: str | Path, **kwargs: Any) -> tuple[int | None, int | None]:
-    """What the configuration at ``source`` says of the states that the LM head reads, D, and of its
-    rows, V; None where it does not say.
+    """The hidden size D and the vocabulary size V of the configuration at ``source``; None where it does not
+    name one.
 
     Raises:
         FileNotFoundError: as :func:`load_base`.
@@ -90,12 +90,12 @@ def sizes_of(source: str | Path, **kwargs: Any) -> tuple[int | None, int | None]
 
 
 def source_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Those of ``kwargs`` that say where files come from."""
+    """The arguments among ``kwargs`` that say where files come from."""
     return {key: kwargs[key] for key in SOURCE_ARGUMENTS if key in kwargs}
 
 
 def _check_is_causal(name: str, kwargs: dict[str, Any]) -> None:
-    """Raise ValueError when the configuration at ``name`` is not that of a causal language model."""
+    """Raise ValueError unless the configuration at ``name`` is of a causal language model."""
     config = kwargs.get("config")
     if config is None:
         config = AutoConfig.from_pretrained(name, **source_arguments(kwargs))
@@ -108,10 +108,10 @@ def _check_is_causal(name: str, kwargs: dict[str, Any]) -> None:
 
 
 def resolve_source(source: str | Path, kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """What ``transformers`` is to load for ``source``, and with which arguments: from the cache alone where
+    """The name that ``transformers`` loads for ``source``, and the arguments: only the cache is used where
     the hub cannot be reached.
 
-    The name of the embedded base stands for the directory that :func:`medusa.assets.base_named` finds.
+    The name of the embedded base becomes the directory that :func:`medusa.assets.base_named` finds.
 
     Raises:
         FileNotFoundError: as :func:`load_base`.
@@ -162,7 +162,7 @@ def _asked(repository: str, revision: str | None, kwargs: dict[str, Any]) -> boo
 
 
 def _check_is_no_adapter(name: str, files: set[str]) -> None:
-    """Raise ValueError where ``files`` are those of a PEFT adapter alone.
+    """Raise ValueError where ``files`` hold only a PEFT adapter.
 
     ``transformers`` would load its base with it, under the base's name; but heads for it are none for the
     base.

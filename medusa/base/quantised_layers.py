@@ -1,13 +1,13 @@
 """What quantised layers do to a token's result: a trial of one layer of each kind.
 
-Libraries that quantise bring layers of their own, and what these compute is nowhere declared. Two things
-matter to guesses, which stand beside a token in one pass:
+Libraries that quantise bring layers of their own, whose arithmetic is nowhere declared. Two things matter to
+draft tokens, which share a pass:
 
 - **Other rows.** LLM.int8 of bitsandbytes multiplies those columns in full precision in which any row of the
   pass has a large number, and layers with one scale for all activations round by the largest row. There the
   guesses are part of the result, in any precision.
 - **Less than float32.** Layers that round what they read, or compute in bfloat16, make a difference in the
-  last bits large. A base loaded in float32 is then exact as one in bfloat16 is.
+  last bits large. A base loaded in float32 is then only as exact as one in bfloat16.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_quantised_layers(base: CausalLM) -> None:
     """Warn where a float32 ``base`` has quantised layers that compute in less.
 
     Raises:
-        ValueError: what a quantised layer gives for a token depends on the tokens beside it.
+        ValueError: the output of a quantised layer for a token depends on the other tokens of the pass.
     """
     rounding = []
     for name, layer in _one_of_each_kind(base):
@@ -79,7 +79,7 @@ def _is_linear(layer: nn.Module) -> bool:
 
 def _named(layer: nn.Module) -> str:
     weight, library = getattr(layer, "weight", None), type(layer).__module__.partition(".")[0]
-    if type(layer) is nn.Linear:  # torchao replaces the weight alone
+    if type(layer) is nn.Linear:  # torchao replaces only the weight
         return f"layers with {type(weight).__name__} weights"
     return f"{type(layer).__name__} layers of {library}"
 
@@ -91,7 +91,7 @@ def _tried(layer: Any, base: CausalLM) -> tuple[bool, bool]:
     generator = torch.Generator().manual_seed(0)
     shape = (1, max(MIN_ROWS, NUM_INPUTS // layer.in_features), layer.in_features)
     device = next((each.device for each in chain(layer.parameters(), layer.buffers())), lm_head_device(base))
-    if device.type == "meta":  # accelerate brings the weights when they are asked for
+    if device.type == "meta":  # accelerate loads the weights on demand
         device = lm_head_device(base)
 
     def drawn() -> Tensor:

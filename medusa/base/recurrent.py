@@ -1,18 +1,18 @@
 """The cache of a base whose layers keep a state: every pass begins from a snapshot.
 
 A recurrent state, and the window of a convolution, cannot forget rejected tokens. So the states are copied
-before a pass. Where all tokens of the pass are kept, the states that it has left are right. Where some are
-not, the copies come back, and the tokens that were kept are *read again* at the head of the next pass,
-before its root and its drafts; their keys and values are written once more, into the same slots. Nothing here
-depends on the kind of layer. The price is that tokens are read several times, until a pass is kept whole; one
-without drafts always is.
+before a pass. If all tokens of the pass are accepted, the new states are right. If not, the copies are
+restored, and the accepted tokens are *replayed* at the start of the next pass, before its root and its
+drafts; their keys and values are written once more, into the same slots. Nothing here depends on the kind of
+layer. The price is that tokens are read several times, until all tokens of a pass are accepted; a pass
+without drafts always qualifies.
 
-Many layers read several tokens by another rule than one, and the two round differently. So the states are
-remembered as they were when they were last those of plain decoding: :meth:`StatefulCache.restore_checkpoint`
-goes back there, and the text since can be read once more, token by token.
+Many layers use another algorithm for several tokens than for one, and the two round differently. So there is
+a checkpoint of the last states that equal those of plain decoding: :meth:`StatefulCache.restore_checkpoint`
+goes back to it, and the text since can be read again, token by token.
 
-In a state there is no place for padding, so each row has a cache of its own, and rows are run one after the
-other. The model makes its own masks: what is verified is a chain.
+A state has no padding, so each row has a cache of its own, and rows run one after the other. The model makes
+its own masks, so only chains are verified.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ KNOWN_LAYERS = (
     LinearAttentionAndFullAttentionLayer,
     *WITHOUT_MEMORY,
 )
-"""The cache layers of ``transformers`` that :class:`StatefulRow` stands in for."""
+"""The cache layers of ``transformers`` that :class:`StatefulRow` replaces."""
 NO_LIMIT = (0.0, float("inf"))
 FROM_NOTHING = "reads several tokens at a time as if none stood before them"
 REFUSED_TYPES = {
@@ -68,7 +68,7 @@ def keeps_state(base: Any) -> bool:
 
 
 def check_states(base: Any) -> None:
-    """Raise ValueError, with the reason, unless what ``base`` keeps lies where it can be copied."""
+    """Raise ValueError, with the reason, unless the states of ``base`` can be copied."""
     name, layers = type(base).__name__, DynamicCache(config=base.config).layers
     if (reason := REFUSED_TYPES.get(base.config.get_text_config(decoder=True).model_type)) is not None:
         raise ValueError(f"{name} {reason}, so no draft can be verified on it; use its own generate")
@@ -94,7 +94,7 @@ def check_states(base: Any) -> None:
 
 
 def kind_of_layer(layer: Any) -> str:
-    """What a cache layer of ``transformers`` keeps of a text, in words."""
+    """The kind of a cache layer of ``transformers``, in words."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         return "attention beside a state" if isinstance(layer, DynamicLayer) else "with a state"
     if isinstance(layer, DynamicSlidingWindowLayer):
@@ -103,10 +103,10 @@ def kind_of_layer(layer: Any) -> str:
 
 
 class StatefulRow(TreeCache):
-    """What a model has read of one row: keys and values, and the states of its other layers.
+    """The cache of one row: keys and values, and the states of its other layers.
 
-    ``lengths`` and ``longest`` count what the states have read. Per pass: :meth:`begin_pass`, the model's
-    forward, then :meth:`keep`. A pass that is announced after one of which nothing was kept takes its place.
+    ``lengths`` and ``longest`` count the tokens in the states. Per pass: :meth:`begin_pass`, the model's
+    forward, then :meth:`keep`. If nothing of the last pass was kept, the next pass replaces it.
     """
 
     takes_masks = False
@@ -119,7 +119,7 @@ class StatefulRow(TreeCache):
         self.replay_tokens = torch.zeros(1, 0, dtype=torch.long, device=device)
         """(1, M) long: tokens that were kept and that the states have not read."""
         self.is_exact = True
-        """Whether the states are to the last bit what plain decoding would have."""
+        """Whether the states are bit-identical to those of plain decoding."""
         self._announced = self.replay_tokens  # (1, M + N) long
         self._before: list[dict[str, Any]] | None = None  # the states before the pass under way
         self._checkpoint: tuple[int, list[dict[str, Any]]] = (0, [])  # tokens read, and the states then
@@ -139,7 +139,8 @@ class StatefulRow(TreeCache):
         return [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
 
     def begin_pass(self, tokens: Tensor) -> Tensor:
-        """Begin a pass over ``tokens`` (1, N) long; what it must read, (1, M + N) long."""
+        """Begin a pass over ``tokens`` (1, N) long; returns the tokens to run, replayed ones first, (1, M +
+        N) long."""
         self._put_back()
         self._before = [_copied(_states(layer)) for layer in self._stateful_layers]
         if self.is_exact:
@@ -162,11 +163,11 @@ class StatefulRow(TreeCache):
 
     @property
     def is_exact_pass(self) -> bool:
-        """Whether the pass under way computes what plain decoding would."""
+        """Whether the running pass is bit-identical to plain decoding."""
         return self.is_exact and self._announced.shape[1] == 1
 
     def restore_checkpoint(self) -> None:
-        """Forget all that was read since the states were last those of plain decoding."""
+        """Go back to the last states that equal those of plain decoding."""
         self.longest, self._before = self._checkpoint
         self.lengths = torch.full_like(self.lengths, self.longest)
         self._put_back()
@@ -205,7 +206,7 @@ class StatefulCache(TreeCache):
         self.sync_lengths()
 
     def sync_lengths(self) -> None:
-        """Have ``lengths`` as the rows say."""
+        """Update ``lengths`` from the rows."""
         self.lengths = self.lengths.new_tensor([row.num_kept for row in self.stateful_rows])
         self.longest = max((row.num_kept for row in self.stateful_rows), default=0)
 
@@ -225,7 +226,7 @@ class StatefulCache(TreeCache):
 
     @property
     def num_replay_tokens(self) -> int:
-        """Tokens that the next pass reads again, of the row that has most."""
+        """Largest number of tokens over the rows that the next pass replays."""
         return max((row.replay_tokens.shape[1] for row in self.stateful_rows), default=0)
 
     def commit(
@@ -244,16 +245,16 @@ class StatefulCache(TreeCache):
         return [index for index, row in enumerate(self.stateful_rows) if not row.is_exact_pass]
 
     def split_rows(self) -> list[StatefulCache]:
-        """A cache for each row, which holds it and no copy: :meth:`sync_lengths` once they have changed."""
+        """One single-row cache per row, sharing storage. Call ``sync_lengths()`` after changing them."""
         return [StatefulCache([row], self.lengths.device) for row in self.stateful_rows]
 
     def set_checkpoint(self) -> None:
-        """Say that plain decoding begins with these states."""
+        """Mark the current states as those of plain decoding."""
         for row in self.stateful_rows:
             row.is_exact = True
 
     def restore_checkpoint(self) -> None:
-        """Forget what was read since the states were last those of plain decoding."""
+        """Restore the checkpoint of every row."""
         for row in self.stateful_rows:
             row.restore_checkpoint()
         self.sync_lengths()
@@ -302,7 +303,7 @@ class TreeAndStateLayer(LinearAttentionLayer, TreeCacheLayer):  # type: ignore[o
 
 
 def _layer_for(theirs: Any, under_way: PassSlots) -> Any:
-    """What stands in for a cache layer of ``transformers``."""
+    """The replacement of a cache layer of ``transformers``."""
     if type(theirs) in KEYS_AND_VALUES:
         return TreeCacheLayer(under_way)
     if isinstance(theirs, LinearAttentionAndFullAttentionLayer):

@@ -1,8 +1,9 @@
 """Heads that run ahead as drafters: their layers run down the tree on features they make themselves.
 
-:class:`LayerCache` keeps what a causal layer has read of each row's text between steps. Entry t joins the
-base's state at position t with token t + 1, so the newest joins the newest state with the root. A draft reads
-the entries that its rows lack: of a prompt all of them, later those of tokens that the last step accepted.
+:class:`LayerCache` is the key-value cache of a causal layer over each row's text, kept between steps. Entry t
+joins the base's state at position t with token t + 1, so the newest joins the newest state with the root. A
+draft adds the missing entries: all of them for a prompt, later one for each token that the last step
+accepted.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 FULL_ATTENTION: dict[str, int | None] = {"full_attention": None}
 MOST_ENTRIES = 512
-"""Entries of each row that are read at once: what a long prompt may take of memory."""
+"""Entries of each row that are computed at once, which bounds the memory for a long prompt."""
 
 RunLayer = Callable[[Tensor, Tensor, Tensor, Tensor], Sequence[Tensor]]
 """(states (B, E, (1 + L) * D), the token after each (B, E) long, mask (B, 1, E, S) bool, positions (B, E)
-long) -> what the layer gives at these entries, one or more of (B, E, X). It runs over
+long) -> the layer's outputs at these entries, one or more tensors (B, E, X). It runs over
 :attr:`LayerCache.cache`."""
 
 
 class LayerCache:
-    """The entries of one layer on ``device``, or of ``num_layers`` that are run together."""
+    """The cached entries of one layer on ``device``, or of ``num_layers`` layers that run together."""
 
     def __init__(self, device: torch.device | str, num_layers: int = 1):
         self._device, self._num_layers = device, num_layers
         self.reset(0)
 
     def reset(self, num_rows: int, after: LayerCache | None = None) -> None:
-        """``num_rows`` rows follow: those that ``after`` has read, and behind them others, which are read one
-        by one. Without ``after`` all are new, and are read together."""
+        """Start with ``num_rows`` rows: first the cached rows of ``after``, then new ones, which are read one
+        by one. Without ``after`` all rows are new, and are read together."""
         self.cache = TreeCache(num_rows, self._num_layers, self._device)
         if after is not None and after.cache.longest:
             self.cache = after.cache
@@ -55,8 +56,7 @@ class LayerCache:
             self.reset(0)
 
     def read(self, context: DraftContext, run: RunLayer) -> list[Tensor]:
-        """What ``run`` gives at each row's newest entry, (B, 1, D) each; it is run on the entries that are
-        missing.
+        """The outputs of ``run`` at each row's newest entry, (B, 1, D) each; it runs on the missing entries.
 
         The newest entry is read again by the next draft: it is node 0 of whatever is run below the root, and
         a draft from the same text is the same draft.
@@ -118,9 +118,9 @@ def _of_row(context: DraftContext, row: int) -> DraftContext:
 class AutoregressiveDrafter(LevelDrafter):
     """Fills ``tree`` with a head that runs ahead, over ``base``'s layers and embeddings.
 
-    Entries of the text stand on states of the base (:class:`LayerCache`); below the root, that of a
-    node joins what its parent's gave with its own token. Of a head with several layers, the d-th guesses what
-    follows a node of depth d - 1; those above it run there too, for nodes further down.
+    Entries of the text are made from states of the base (:class:`LayerCache`); below the root, the entry of a
+    node joins the output of its parent's entry with its own token. In a head with several layers, layer d
+    predicts the tokens after nodes of depth d - 1; later layers run there too, for deeper nodes.
     """
 
     context_only = False  # a guess made from the head's own features is another than one made from the base's
@@ -137,7 +137,7 @@ class AutoregressiveDrafter(LevelDrafter):
         self._depth = 0
         """Of the nodes that are run."""
         self._features = torch.empty(0)
-        """(B, M, D): what the entries run in this step gave, the root's first."""
+        """(B, M, D): the outputs of this step's entries, the root's first."""
 
     @property
     def vocab_size(self) -> int:
@@ -187,15 +187,16 @@ class AutoregressiveDrafter(LevelDrafter):
     def _run(
         self, features: Tensor, tokens: Tensor, mask: Tensor, positions: Tensor, parents: Tensor | None = None
     ) -> Drafted:
-        """What entries that join ``features`` (B, M, D) with ``tokens`` (B, M) give.
+        """The outputs of entries that join ``features`` (B, M, D) with ``tokens`` (B, M).
 
-        Each entry stands behind its node of ``parents`` (B, M) long; a text's, behind the entry before it.
+        Each entry follows its node of ``parents`` (B, M) long; entries of the text follow the entry before
+        them.
         """
         cache, num_layers = self._entries.cache, self.head.num_layers
         embedded = self.base.get_input_embeddings()(tokens).to(features.device)
         first = min(self._depth, num_layers - 1)
         drafted = given = self._run_layer(first, features, embedded, mask, positions)
-        for layer in range(first + 1, num_layers):  # what one gives is kept beside the keys and values of all
+        for layer in range(first + 1, num_layers):  # its output is kept beside all keys and values
             kept, _ = cache.update(given.features[:, None], features[:, None, :, :0], num_layers + layer - 1)
             before = cache.slots - 1 if parents is None else cache.lengths[:, None] + parents
             below = kept[:, 0].gather(1, before.clamp(min=0)[..., None].expand_as(features))

@@ -4,7 +4,7 @@ The first is speculative sampling (arXiv 2211.17192). The base is cheaper with i
 its weights in low precision.
 
 The forms of the base run on its own cache, so the prefix is never computed or stored twice: committed entries
-are read, and the entries of drafted nodes lie where the verification pass overwrites them.
+are read, and the verification pass overwrites the entries of drafted nodes.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from medusa.engine.views import missing_for_kernels, view_of
 from medusa.trees.candidate_tree import CandidateTree
 
 MOST_PADDING = 0.05
-"""Of the rows of an embedding, by which those of one family differ."""
+"""Largest difference between the embedding rows of models of one family."""
 
 
 class DraftModelDrafter(LevelDrafter):
     """Runs ``draft_model`` down the tree, with a cache of its own.
 
-    Its cache holds committed tokens only: each step first commits what the base has accepted since, so a
-    rejected guess needs no roll-back.
+    Its cache holds committed tokens only: each step first commits the newly accepted tokens, so a rejected
+    draft token needs no roll-back.
 
     Args:
         draft_model: a causal LM over the same tokens as the base.

@@ -1,12 +1,12 @@
 """Heads whose tree takes another shape at every step, as large as before: where they are surest now.
 
 A tree chosen beforehand (:func:`medusa.best_tree`) holds the rank paths that are right most often. At a given
-step the heads know better: a candidate is worth the product of the probabilities along its path, and the
-N - 1 candidates worth most make the tree (EAGLE-2, arXiv 2406.16858, section 4.2). Heads are trained towards
-the base's distribution, so what they say of a token is near the rate at which it turns out right.
+step the heads know better: the value of a candidate is the product of the probabilities along its path, and
+the N - 1 candidates of highest value form the tree (EAGLE-2, arXiv 2406.16858, section 4.2). Heads are
+trained towards the base's distribution, so their probability of a token is near its acceptance rate.
 
-Level by level the ``beam`` best nodes are carried on, with as many candidates after each. All of it is tensor
-operations of one shape, so static steps can run it.
+Level by level the ``beam`` best nodes are expanded, each into ``beam`` candidates. All tensors have fixed
+shapes, so static steps can run it.
 
 A base that keeps a state (:mod:`medusa.base.recurrent`) follows one path a step. For it
 :class:`BestPathDrafter` takes of such a tree the path that is expected to give most tokens: that with the
@@ -44,16 +44,17 @@ always be compared, and no child is worth more than its parent."""
 
 
 class DynamicDrafter(LevelDrafter):
-    """Fills trees of as many nodes as ``tree`` has, at most as deep, of a shape that the heads choose.
+    """Fills trees with the same number of nodes as ``tree`` and at most its depth, of a shape that the heads
+    choose.
 
     A part of a class with a drafter of fixed trees, which says what its heads think of each node.
 
-    With ``suffix_length`` above 0 a suffix match of so many tokens takes part
-    (:func:`medusa.drafters.suffix.longest_match`). After a match of c tokens the next one is taken to be the
-    continuation with probability :data:`MATCH_WEIGHTS` [c], and what the heads say otherwise: a mixture of
-    two distributions (pointer-generator networks, arXiv 1704.04368, equation 9). So a token that both expect
-    is one node, worth more than either alone would have it, and the heads also guess what follows the tokens
-    of the match. Below the deepest head the match goes on alone.
+    With ``suffix_length`` above 0 a suffix match of up to this number of tokens is mixed in
+    (:func:`medusa.drafters.suffix.longest_match`). After a match of c tokens the next token is the
+    continuation with probability :data:`MATCH_WEIGHTS` [c], and else follows the heads' distribution: a
+    mixture of two distributions (pointer-generator networks, arXiv 1704.04368, equation 9). So a token that
+    both expect is one node, with a higher value than from either source, and the heads also predict the
+    tokens after those of the match. Below the deepest head only the match continues.
 
     For rules that compare two distributions candidates are drawn in ``tree`` itself. With a suffix match they
     cannot be drawn, and such rules refuse it.
@@ -62,7 +63,7 @@ class DynamicDrafter(LevelDrafter):
     suffix_length = 0
     """Tokens of a suffix match that take part."""
     optional_nodes = 0
-    """Nodes beyond those of ``tree``, for whoever leaves out those that do not pay."""
+    """Optional nodes beyond the size of ``tree``, verified only where they pay."""
     has_kernels = False
     """Whether the operators of :mod:`medusa.engine.kernels` grow the tree; they draft what these here do."""
     trust: Tensor
@@ -131,7 +132,7 @@ class DynamicDrafter(LevelDrafter):
         if self.has_kernels:
             return self._ranked_by_kernels(context, expected)
         tokens, values, parents, depths = self._candidates(context, expected)  # (B, C) each
-        # No candidate is worth more than its parent, which stands before it and goes first in a tie.
+        # No candidate has a higher value than its parent, which comes before it and wins a tie.
         path_logprob, order = values.sort(dim=1, descending=True, stable=True)
         path_logprob, chosen = path_logprob[:, : self.num_nodes - 1], order[:, : self.num_nodes - 1]
         root = context.root[:, None]
@@ -175,7 +176,7 @@ class DynamicDrafter(LevelDrafter):
         )
 
     def _expected(self, context: DraftContext) -> Continuations:
-        """What the sources beside the heads say of the next tokens."""
+        """The continuations that suffix matching expects."""
         if not self.suffix_length:
             return nothing_expected(context.root)
         expected = continuations(context, self.suffix_length, self.trust, self._said)
@@ -230,7 +231,7 @@ class DynamicDrafter(LevelDrafter):
         return tokens, values, above, depths
 
     def _tokens_in(self, columns: Tensor) -> Tensor:
-        """The tokens that columns of the heads' logits stand for."""
+        """The token ids of columns of the heads' logits."""
         return columns if self.token_map is None else self.token_map[columns]
 
     def _mixed(
@@ -239,7 +240,7 @@ class DynamicDrafter(LevelDrafter):
         """The heads' R best tokens after each node, and last the W that are expected after ``at`` (B, M);
         log-probabilities of them all in the mixture, and which nodes of ``expected`` they are, -1 for none.
 
-        (B, M, R + W) each. What is not expected, where fewer than W tokens are, is worth nothing.
+        (B, M, R + W) each. Missing entries, where fewer than W tokens are expected, have probability 0.
         """
         width = expected.children.shape[2]
         row = torch.arange(len(at), device=at.device)[:, None]
@@ -279,14 +280,15 @@ class DynamicDrafter(LevelDrafter):
         first: int,
         beam_depth: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What is expected below the deepest head, as :meth:`_candidates` gives it: all nodes of ``expected``
-        but its root; where they do not lie below the last beam they are worth nothing, below the root.
+        """The continuations below the deepest head, in the form of :meth:`_candidates`: all nodes of
+        ``expected`` but its root; nodes that are not below the last beam get probability 0 and the root as
+        parent.
 
         ``path_logprob``, ``at`` (B, M) are of the beam (B, M) at ``beam_depth``, numbers of candidates; the
         first of these is number ``first``.
         """
         rows, num_nodes = expected.tokens.shape
-        spare = at.masked_fill(at < 0, num_nodes)  # a column for what is no node
+        spare = at.masked_fill(at < 0, num_nodes)  # an extra column for "no node"
         value = path_logprob.new_full((rows, num_nodes + 1), -torch.inf).scatter(1, spare, path_logprob)[
             :, :-1
         ]
@@ -363,7 +365,7 @@ def _columns_of(token_map: Tensor | None, vocab_size: int, device: torch.device)
 
 
 WIDTH = 8
-"""Chains side by side whose nodes the tree has: so many candidates are compared."""
+"""Number of parallel chains whose nodes the tree has, hence of compared candidates."""
 
 
 class BestPathDrafter(StatelessDrafter):
@@ -393,9 +395,9 @@ class BestPathDrafter(StatelessDrafter):
 
 
 def best_path(draft: Draft) -> Draft:
-    """The path of ``draft``, which says what its nodes are worth, on which most guesses are expected to be
-    right: a chain, as deep as the deepest of its rows; behind the end of a shorter one its last token stands
-    again, and is worth nothing."""
+    """The path of ``draft``, which must have ``path_logprob``, with the highest expected number of accepted
+    tokens: a chain with the depth of the deepest row; shorter rows repeat their last token with probability
+    0."""
     assert draft.path_logprob is not None
     topology = draft.topology
     expected = (topology.ancestors * draft.path_logprob.exp()[:, None]).sum(

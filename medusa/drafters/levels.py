@@ -1,11 +1,11 @@
 """Drafting level by level: any model of the next token fills a tree, by rank or by drawing.
 
-A subclass says what it thinks follows each node (:meth:`LevelDrafter.logits_after`). This module turns
-that into candidates, in two ways. *Ranked*: the node of rank r holds the r-th best token after its parent,
-where "best" includes the noise that will choose the token (Gumbel coupling), legal with the equality rule
-only. *Sampled*: children are drawn from the drafter's distribution with noise of their own, for the rules
-that compare two distributions. Temperature, top-k, top-p and the like cut the drafter's distribution as they
-cut the base's: a token that the base may not choose is not worth a draw, and any distribution is exact.
+A subclass gives the logits after each node (:meth:`LevelDrafter.logits_after`). This module turns them into
+candidates, in two ways. *Ranked*: the node of rank r holds the r-th best token after its parent, where "best"
+includes the noise that will choose the token (Gumbel coupling), legal with the equality rule only. *Sampled*:
+children are drawn from the drafter's distribution with noise of their own, for the rules that compare two
+distributions. Temperature, top-k, top-p and the like cut the drafter's distribution as they cut the base's: a
+token that the base cannot choose would never be accepted, and any distribution is exact.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 LARGEST_LOGIT = 1e9
-"""Logits beyond it, and those that are no numbers, would give no distribution to draw from."""
+"""Bound of logits: larger ones, and NaN, would give no distribution to draw from."""
 
 
 class LevelDrafter(StatelessDrafter):
@@ -88,7 +88,7 @@ class LevelDrafter(StatelessDrafter):
         return columns if self.token_map is None else self.token_map[columns]
 
     def scores(self, context: DraftContext, depth: int, logits: Tensor) -> Tensor:
-        """What tokens at ``depth`` are ranked by, given their logits (B, M, V'): as many.
+        """The scores (B, M, V') that rank tokens at ``depth``, given their logits (B, M, V').
 
         The noise that will choose the token takes part when there is one (Gumbel coupling, arXiv 2408.07978).
         """
@@ -117,7 +117,7 @@ class LevelDrafter(StatelessDrafter):
 
     @property
     def token_map(self) -> Tensor | None:
-        """(V',) long: the token that each column of :meth:`logits_after` stands for; None for all tokens."""
+        """(V',) long: the token id of each column of :meth:`logits_after`; None for all tokens."""
         return None
 
     @property
@@ -127,5 +127,6 @@ class LevelDrafter(StatelessDrafter):
 
 
 def _bounded(logits: Tensor) -> Tensor:
-    """Logits of which softmax makes a distribution, whatever the weights are: NaN counts as the least."""
+    """Logits clamped so that softmax gives a distribution, whatever the weights are: NaN becomes the
+    lowest."""
     return logits.float().nan_to_num(nan=-LARGEST_LOGIT).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)

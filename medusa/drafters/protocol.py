@@ -1,13 +1,12 @@
 """Sources of candidates: each fills a tree with tokens for one verification pass.
 
-A drafter proposes, the base model decides, so a drafter can make decoding slow but never wrong.
-All stand behind :class:`Drafter`. Those that ask a model for the next token at every node
-share :class:`medusa.drafters.levels.LevelDrafter` and write one method.
+A drafter proposes, the base model decides, so a drafter can make decoding slow but never wrong. All implement
+:class:`Drafter`. Drafters that ask a model for the next token at every node subclass
+:class:`medusa.drafters.levels.LevelDrafter` and write one method.
 
-:class:`DraftValidator` holds drafters to what every draft must be: shapes, tokens, and a tree that is one.
-Shapes are known on the host. What the tensors hold is looked at on the device, which gives one flag for each
-rule. The general loop reads the flags before the base sees the draft; static steps collect them until the
-host next reads the results.
+:class:`DraftValidator` checks every draft: shapes, tokens, and a valid tree. Shapes are known on the host.
+Values are checked on the device, which gives one flag for each rule. The general loop reads the flags before
+the base sees the draft; static steps collect them until the host next reads the results.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ class DraftContext:
     tokens: Tensor
     """(B, S) long: each row's tokens from column 0, root included."""
     lengths: Tensor
-    """(B,) long: tokens of each row, root included; the root stands at position ``lengths - 1``."""
+    """(B,) long: tokens of each row, root included; the root is at position ``lengths - 1``."""
     cache: TreeCache
-    """The base's own. A drafter may run tree nodes on it; what it leaves there uncommitted is overwritten."""
+    """The base's own cache. A drafter may run tree nodes on it; uncommitted entries are overwritten."""
     noise: UpcomingNoise | None
     """What will choose the tokens after the root; None when greedy."""
     temperature: float | Tensor = 1.0
@@ -58,8 +57,8 @@ class DraftContext:
     references: Sequence[References] = ()
     """What each row may copy from beside its own text; () for nothing."""
     min_accept_prob: float = 0.0
-    """The probability below which nodes are left out of the pass anyway, in the mean of the rows: there is no
-    need to look for them."""
+    """Nodes whose mean acceptance probability is below this are not verified, so the drafter need not produce
+    them."""
     vocab_size: int = sys.maxsize
     """V: tokens that the base can write. It may read others, as where embeddings are padded, and these are no
     guess."""
@@ -83,7 +82,7 @@ class Draft:
     """A filled tree."""
 
     tokens: Tensor
-    """(B, N) long; node 0 is the root token, parents stand before their children."""
+    """(B, N) long; node 0 is the root token, parents come before their children."""
     topology: TreeTopology
     proposal: Tensor | None = None
     """(B, N, V): the distribution each node's children were drawn from; None for best candidates."""
@@ -109,7 +108,7 @@ class Drafter(Protocol):
     """Proposes candidate tokens for a step."""
 
     context_only: bool
-    """Whether the proposal after a text depends on that text alone, not on the step it was drafted in."""
+    """Whether the proposal after a text depends only on that text, not on the step it was drafted in."""
     needs_features: bool
     """Whether :class:`DraftContext` must carry ``features``."""
     aux_layers: tuple[int, ...]
@@ -121,7 +120,8 @@ class Drafter(Protocol):
         """Depth of the deepest node that :meth:`draft` ever returns; 0 proposes nothing."""
 
     def with_tree(self, tree: CandidateTree | None = None) -> Drafter:
-        """A new drafter of this kind for ``tree``, by default its own. What is slow to make is shared.
+        """A new drafter of this kind for ``tree``, by default its own. Models and other slow parts are
+        shared.
 
         Raises:
             ValueError: it cannot fill such a tree.
@@ -130,8 +130,7 @@ class Drafter(Protocol):
     def reset(self, num_rows: int, after: Drafter | None = None) -> None:
         """``num_rows`` rows follow, and whatever was kept of earlier ones is dropped.
 
-        ``after`` has drafted for the first of them so far and will not go on: what it has read of their
-        texts may be taken over.
+        ``after`` is the previous drafter of the first rows; its cache may be taken over.
         """
 
     def draft(self, context: DraftContext) -> Draft:
@@ -195,7 +194,7 @@ class StatelessDrafter:
 
 
 class PlainDrafter(StatelessDrafter):
-    """Proposes nothing. ``aux_layers`` are those of the drafter in whose place it stands for some steps."""
+    """Proposes nothing. ``aux_layers`` are taken from the drafter that it replaces for some steps."""
 
     max_depth = 0
     num_nodes = 1

@@ -1,4 +1,5 @@
-"""Texts beside a row's own that drafts may copy from: what the caller expects, and what was answered before.
+"""Reference texts that drafts may copy from besides the row itself: predictions of the caller, and earlier
+answers.
 
 Whatever they hold, the text that is written stays the same: they only say what to guess.
 """
@@ -24,18 +25,18 @@ LEAST_BYTES = 2**16
 MOST_TOKENS = 2**31 - 2**16
 """Positions are numbers of 32 bits."""
 PROMPT_END = 16
-"""Tokens of the prompt that stand before what is expected."""
+"""Tokens of the prompt that are put before the prediction."""
 LOCK = threading.Lock()
 """Held while any corpus is read or written: microseconds each time."""
 
 
 class SuffixCorpus:
-    """Texts of the past, at most so many bytes of them, the oldest out first.
+    """A bounded store of earlier texts; the oldest are dropped first.
 
-    Drafts look here for places where the last tokens of an answer stood before, and guess what followed
-    there (SuffixDecoding, arXiv 2411.04975). The index is one of hash chains over the newest tokens, as zlib
-    has it: a token is added in constant time, and a look takes as long in a large corpus as in a small one.
-    Several threads may share a corpus.
+    Drafts look here for earlier occurrences of an answer's last tokens, and continue them (SuffixDecoding,
+    arXiv 2411.04975). The index is one of hash chains over the newest tokens, as zlib has it: a token is
+    added in constant time, and a look takes as long in a large corpus as in a small one. Several threads may
+    share a corpus.
 
     Args:
         max_bytes: memory it may take, about :data:`BYTES_PER_TOKEN` (16) for a token; taken as texts come.

@@ -1,4 +1,4 @@
-"""Drafters by name: what a user types becomes a drafter.
+"""Drafters by name.
 
 A name is a key of :data:`DRAFTERS`, or several joined by ``+`` (``heads+suffix``), which share one tree.
 
@@ -73,7 +73,7 @@ class DrafterSettings:
         check_at_least(self, 1, "draft_length", "draft_width", "exit_layer")
 
     def tree(self, default_length: int = DEFAULT_DRAFT_LENGTH) -> CandidateTree:
-        """The tree of a drafter that has none of its own: a chain, or as many chains as it is wide."""
+        """The tree of a drafter without its own: a chain, or ``draft_width`` independent chains."""
         length = self.draft_length or default_length
         chains = self.draft_width > 1
         return independent_chains(self.draft_width, length) if chains else CandidateTree.chain(length)
@@ -111,7 +111,7 @@ class DraftHost(Protocol):
         """How decode steps are run, unless a call says otherwise."""
 
     def tree_for(self, batch_size: int, step: StepKind | None = None) -> CandidateTree:
-        """The model's tree for so many rows, in steps of kind ``step`` or its own."""
+        """The model's tree for ``num_rows`` rows, in steps of kind ``step`` or its own."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ class NamedDrafter:
 
     name: str
     make: Callable[[DraftHost, DrafterSettings], Drafter]
-    """Makes it, in a tree of its own; what is slow is done here, once. Others are made of it by ``fill``."""
+    """Makes the drafter, with a tree of its own; slow work is done here, once. Others are derived by
+    ``with_tree``."""
     missing: Callable[[DraftHost, DrafterSettings], str | None] = lambda host, settings: None
     """What it needs and has not got, and the flag that gives it; None when it can work."""
     needs_heads: bool = False
@@ -247,7 +248,8 @@ DRAFTERS: dict[str, NamedDrafter] = {
 }
 """Every drafter that a user can ask for by name."""
 DEFAULT_DRAFTER = "dynamic-heads+suffix"
-"""Who guesses in a chat: measured faster than heads alone, on text that repeats itself and on other text."""
+"""The default drafter: measured faster than heads without suffix matching, on repetitive text and on other
+text."""
 
 
 def part_names(name: str) -> list[str]:
@@ -280,7 +282,7 @@ def uses_model_heads(name: str) -> bool:
 
 
 class DrafterFactory:
-    """The drafters of one model, by name; what is slow to make, such as loading a model, is done once."""
+    """Makes the drafters of one model by name; slow work, such as loading a model, is done once."""
 
     def __init__(self, host: DraftHost, settings: DrafterSettings | None = None):
         self._host, self._settings = host, settings or DrafterSettings()
@@ -302,10 +304,10 @@ class DrafterFactory:
     ) -> Drafter:
         """A new drafter called ``name``, whose parts all fill ``tree``.
 
-        Without a tree the heads draft in the model's own for ``num_rows`` rows in such steps, and the others
-        in theirs. A part of a union for which the model's tree is the root alone does not pay there, and
-        takes no part. ``only_chain`` is for rules that walk one path ("token", "block"). For a base that
-        keeps a state drafts are chains: dynamic trees give their best path.
+        Without a tree the heads draft in the model's own for ``num_rows`` rows and this ``step``, and the
+        others in theirs. Parts that use the model's tree are dropped when that tree has one node.
+        ``only_chain`` is for rules that walk one path ("token", "block"). For a recurrent base drafts are
+        chains: dynamic trees give their best path.
 
         Raises:
             ValueError: no such drafter (the message lists those there are), or it lacks something, or it
@@ -336,15 +338,15 @@ class DrafterFactory:
         return drafter
 
     def is_idle(self, name: str, num_rows: int, step: StepKind | None = None) -> bool:
-        """Whether nothing in ``name`` pays: only heads, which are there, and whose tree for so many rows is
-        the root alone."""
+        """Whether ``name`` drafts nothing: only heads, with a tuned tree of one node for ``num_rows``
+        rows."""
         only_heads = all(DRAFTERS[part].needs_heads for part in part_names(name))
         return only_heads and self._host.heads is not None and not self._host.tree_for(num_rows, step).depth
 
     def default(self, num_rows: int, step: StepKind | None = None, has_references: bool = False) -> Drafter:
-        """The one measured fastest for the model's heads, :data:`DEFAULT_DRAFTER`; where steps of fixed shape
-        cannot run it, the heads alone. Without heads guesses are copied from the text; where the model's tree
-        is the root alone, from what rows may copy from beside it, if there is any."""
+        """The fastest measured drafter, :data:`DEFAULT_DRAFTER`; the plain heads where steps of fixed shape
+        cannot run it. Without heads: suffix matching. With a tuned tree of one node: suffix matching if there
+        are reference texts, else no drafting."""
         host = self._host
         if host.heads is None:
             return self.make("suffix")
@@ -359,7 +361,7 @@ class DrafterFactory:
         return fastest
 
     def _drafter(self, part: str) -> Drafter:
-        """The one that all others called ``part`` are made of."""
+        """The instance from which all others called ``part`` are derived."""
         if missing := DRAFTERS[part].missing(self._host, self._settings):
             raise ValueError(f"drafter {part!r} needs {missing}")
         if part not in self._made:
@@ -375,7 +377,7 @@ class DrafterFactory:
 
 
 def combine_drafters(drafters: list[Drafter]) -> Drafter:
-    """One drafter of one or more: dynamic heads take in a suffix match, the others stand side by side."""
+    """One drafter from one or more: dynamic heads take in a suffix match, the others form a union."""
     heads = next((each for each in drafters if isinstance(each, DynamicDrafter)), None)
     suffix = next((each for each in drafters if isinstance(each, SuffixDrafter)), None)
     if heads is not None and suffix is not None:

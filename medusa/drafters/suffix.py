@@ -1,14 +1,14 @@
-"""What followed last time: places where the last tokens of a text stood before are continued.
+"""Suffix matching: continues earlier occurrences of the last tokens of a text.
 
-Prompt lookup in prompt and answer, in what the caller expects, and in texts of the past
+Prompt lookup in prompt and answer, in predictions of the caller, and in earlier texts
 (:mod:`medusa.drafters.references`). It costs no model call and shines where text repeats.
 
-Several places may be continued in several ways, so what comes back is a tree. Each place counts by its odds:
-how often its continuation was right, against what the heads guess otherwise (:data:`ODDS`). Places that agree
-add up, and the tree says what part of the probability is theirs (SuffixDecoding, arXiv 2411.04975, counts
-occurrences in the same way; pointer-generator networks, arXiv 1704.04368, mix so with a model). Beside the
-place of row and prediction that agrees furthest only those with four tokens or more are asked: others say
-less than the heads.
+Several occurrences may be continued in several ways, so the result is a tree. Each occurrence is weighted by
+its odds: how often its continuation was right, relative to the heads' guess (:data:`ODDS`). Weights of equal
+continuations add up, and the tree holds their share of the probability (SuffixDecoding, arXiv 2411.04975,
+counts occurrences in the same way; pointer-generator networks, arXiv 1704.04368, mix so with a model).
+Besides the longest match in row and prediction only matches of four tokens or more are used: shorter ones
+predict worse than the heads.
 
 The search is one operator of :mod:`medusa.engine.kernels`, where these are loaded. Elsewhere, and in steps
 that must not wait for the device, a few tensor operations find the longest match in the row itself and in its
@@ -31,9 +31,9 @@ from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 MAX_MATCH = 16
 """Tokens that a match counts at most, as ``kernels.cpp`` has it."""
 MAX_CHILDREN = 3
-"""Tokens that may follow a node of what is expected, as ``kernels.cpp`` has it."""
+"""Largest number of children of a node of the continuations, as in ``kernels.cpp``."""
 SPARE_CONTINUATIONS = 32
-"""Nodes of what is expected beyond one for each token ahead, as ``kernels.cpp`` has it."""
+"""Nodes of the continuations beyond one per depth, as in ``kernels.cpp``."""
 LEAST_OF_SEVERAL = 4
 """Tokens that agree at places of a corpus, and beside the best of the others, as ``kernels.cpp`` has it."""
 MATCH_WEIGHTS = (0.0, 0.11, 0.35, 0.42, 0.56, 0.65, 0.72, *[0.83] * 6, *[0.93] * 3, 0.97)
@@ -66,19 +66,19 @@ class Continuations:
     tokens: Tensor
     """(B, T) long."""
     parents: Tensor
-    """(B, T) long; they stand before their children."""
+    """(B, T) long; parents come before their children."""
     children: Tensor
     """(B, T, W) long: the nodes that may follow each; 0 for none."""
     shares: Tensor
-    """(B, T): the probability of each node after its parent; what is left is for the heads to say."""
+    """(B, T): the probability of each node after its parent; the rest is left to the heads."""
     num_matched: Tensor
     """(B,) long: of the last tokens, how many agree at the best place, at most :data:`MAX_MATCH`."""
     said: Tensor | None = None
-    """(B, 7) long: what each source says is next, for the next search to learn from."""
+    """(B, 7) long: the next token by each source, from which the next search learns."""
 
     def best_path(self, length: int) -> tuple[Tensor, Tensor]:
-        """The likeliest token after each, and its share, so many of them: (B, length) each. Where nothing is
-        expected, the root token."""
+        """The likeliest path of ``length`` tokens, and the share of each token: (B, length) each. The root
+        token where there is no continuation."""
         row = torch.arange(len(self.tokens), device=self.tokens.device)
         node, nodes = torch.zeros_like(row), self.children[:, 0, :0]
         for depth in range(length):
@@ -90,7 +90,7 @@ class Continuations:
 
 
 def nothing_expected(root: Tensor) -> Continuations:
-    """Where nobody looks for a match, or finds one: the trees of the root tokens (B,) long alone."""
+    """The result without any match: trees of only the root tokens (B,) long."""
     alone = torch.zeros_like(root[:, None])
     children = alone[..., None].expand(-1, -1, MAX_CHILDREN).contiguous()
     return Continuations(root[:, None], alone, children, alone.to(torch.float32), alone[:, 0])
@@ -104,10 +104,10 @@ def no_trust() -> Tensor:
 def continuations(
     context: DraftContext, num_tokens: int, trust: Tensor | None = None, said: Tensor | None = None
 ) -> Continuations:
-    """What may follow each row, as many as ``num_tokens`` tokens deep.
+    """The possible continuations of each row, up to ``num_tokens`` tokens deep.
 
-    ``trust`` (sources,) is the logarithm of what each source's odds are multiplied by. It learns here, where
-    ``said`` is :attr:`Continuations.said` of the search before; 0 where it is not given.
+    ``trust`` (sources,) is the logarithm of the factor of each source's odds. It is updated here if ``said``,
+    the :attr:`Continuations.said` of the previous search, is passed; 0 by default.
     """
     references = context.references
     is_on_host = context.tokens.device.type == "cpu" and not context.fixed_shape
@@ -125,11 +125,11 @@ def continuations(
 
 
 def _chains(context: DraftContext, num_tokens: int) -> Continuations:
-    """The longest match of each row alone, in its prediction and itself, by tensor operations."""
+    """The longest match of each row, in its prediction and itself, by tensor operations."""
     root, tokens, lengths = context.root[:, None], context.tokens, context.lengths
     known = [context.root[:0] if each.prediction is None else each.prediction for each in context.references]
     width = max((1 + len(each) for each in known), default=0)
-    if width:  # -1 stands between texts
+    if width:  # -1 separates texts
         before = torch.nn.utils.rnn.pad_sequence([each.flip(0) for each in known], True, -1).flip(1)
         tokens = torch.cat([torch.nn.functional.pad(before, (0, 1), value=-1), tokens], dim=1)
     match = longest_match(tokens, lengths + width, num_tokens)
@@ -153,8 +153,8 @@ def _chains(context: DraftContext, num_tokens: int) -> Continuations:
 
 @dataclass(frozen=True)
 class SuffixMatch:
-    """Where each row's last tokens occurred before: the longest such match. Of equals the one that agrees in
-    more of the tokens before it, the newest first; then the latest.
+    """The longest earlier occurrence of each row's last tokens. Ties go to the occurrence that agrees in more
+    of the tokens before it, the newest first; then to the latest.
 
     In 54,000 tokens of SmolLM2-135M-Instruct's answers to 400 prompts, half of them greedy, the token after
     the latest match was right more often than that after the first: 24 % and 19 % after matches of one
@@ -171,7 +171,7 @@ class SuffixMatch:
 def longest_match(tokens: Tensor, lengths: Tensor, num_tokens: int) -> SuffixMatch:
     """The longest earlier match of each row's end, and ``num_tokens`` = C tokens that followed it.
 
-    tokens (B, S) long hold ``lengths`` (B,) long tokens a row, at least one; what stands behind is not read.
+    tokens (B, S) long hold ``lengths`` (B,) long tokens a row, at least one; the rest is padding.
     """
     columns = torch.arange(tokens.shape[1], device=tokens.device)
     newest = torch.arange(MAX_MATCH, device=tokens.device)  # the last is the row's last token

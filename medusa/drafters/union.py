@@ -1,7 +1,7 @@
 """Several drafters in one tree: whichever was right is kept, by one verification pass.
 
-Their trees stand side by side. Dynamic heads can do better with a suffix match: they know what each guess is
-worth, and share the nodes of one tree with it.
+Their trees are joined at the root. Dynamic heads can do better with a suffix match: they know the probability
+of each guess, and share the nodes of one tree with it.
 """
 
 from __future__ import annotations
