@@ -3,7 +3,7 @@
 ``sampling``  logits to tokens as a function of seed and position: processors, noise, and what plain decoding
               would have written after each node
 ``exact``     "exact", the default, for any candidates: a node stays if its token equals that one. The text is
-              that of plain decoding, token for token
+              equal to plain decoding, token for token
 ``typical``   "typical", LOSSY: a node stays if the base finds it plausible
 ``rules``     "token", "block", "multi_draft", ...: rules for drafts *drawn* from a distribution
 

@@ -4,10 +4,10 @@ It takes candidates as they are, wherever they come from, and gives the text of 
 at once, or from the root down, each row by itself or in lockstep.
 
 A logits processor or stopping criterion of the caller's own may keep state from call to call (a grammar
-does), know its rows by their index in the batch, or fail after a token that it has forbidden. It does what it
-does with ``transformers`` only when it is called as there: once for each position, in order, with the whole
-batch. So in lockstep the tree is walked one position at a time. The scores where the rows stand are
-processed, a token is chosen after each, the criteria are asked, and every row moves to the child that holds
+does), know its rows by their index in the batch, or fail after a token that it has forbidden. It behaves as
+with ``transformers`` only when it is called in the same way: once for each position, in order, with the whole
+batch. So in lockstep the tree is walked one position at a time. The scores at each row's current node are
+processed, a token is chosen from them, the criteria are called, and every row moves to the child that holds
 its token. Where a row has no such child, the step ends for all rows.
 """
 
@@ -49,10 +49,10 @@ class Acceptance:
 def accept_equal(draft_tokens: Tensor, chosen: Tensor, topology: TreeTopology) -> Acceptance:
     """The exact rule: a node stays if it and all before it equal what the base chose at their parents.
 
-    draft_tokens (B, N) long, chosen (B, N) long: the base's choice after each node, which depends on
-    the node's logits, the seed and the position alone. The deepest such node wins, and the base's
-    choice there is the next token; it is never drawn again. Hence the output is what one token at a
-    time would have given, whatever was drafted.
+    draft_tokens (B, N) long, chosen (B, N) long: the base's choice after each node, which depends only on the
+    node's logits, the seed and the position. The deepest such node wins, and the base's choice there is the
+    next token; it is never drawn again. Hence the output equals decoding one token at a time, whatever was
+    drafted.
     """
     if topology.num_nodes == 1:  # plain decoding
         nothing = torch.zeros_like(chosen)
@@ -70,16 +70,15 @@ def accept_by_walking(
     has_ended: Callable[[int], bool] = lambda row: False,
     in_lockstep: bool = False,
 ) -> Acceptance:
-    """As :func:`accept_equal`, from the root down: the base's choice is asked for at accepted nodes alone.
+    """As :func:`accept_equal`, from the root down: the base's choice is computed only at accepted nodes.
 
-    That is less work where a choice costs much, as over a large vocabulary; the device is waited for at each
-    depth.
+    This is less work where choices are expensive, as over a large vocabulary; the host waits for the device
+    at each depth.
 
     Args:
-        draft_tokens: (B, N) long.
-        choose_after: what the base writes in some rows after a node of each, all at one depth.
-        has_ended: whether a row ends with what was chosen last.
-        in_lockstep: whether all rows that have not ended stop where one of them does.
+        draft_tokens: (B, N) long. choose_after: the base's choice in some rows after one node of each, all at
+        one depth. has_ended: whether a row ends with its last chosen token. in_lockstep: whether all rows
+        that have not ended stop where one of them does.
     """
     tokens, parents = draft_tokens.tolist(), topology.parents.expand_as(draft_tokens).tolist()
     standing: list[list[int]] = [[0] for _ in tokens]  # the nodes of the text so far: siblings may be equal
@@ -206,7 +205,7 @@ def accept_in_lockstep(
     logits: Tensor,
     noise: UpcomingNoise | None,
 ) -> Acceptance:
-    """The exact rule, with as many tokens for every one of ``rows``, or fewer where the row ends.
+    """The exact rule, with the same number of tokens for all ``rows``, or fewer where the row ends.
 
     draft_tokens (B, N) long, logits (B, N, V); row r is ``rows[r]`` in ``batch``.
     """

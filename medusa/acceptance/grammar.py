@@ -1,8 +1,8 @@
 """Answers in a form that was asked for: tokens that would leave a grammar are never chosen.
 
-The grammar is a function of one row's answer alone, so every node of a candidate tree can be asked for the
-tokens that may follow its own path, and the text is that of plain decoding with the same grammar. llguidance
-(https://github.com/guidance-ai/llguidance, MIT) compiles grammars and computes what may follow; it is an
+The grammar is a function of one row's answer, so the allowed tokens of every node of a candidate tree follow
+from its own path, and the text equals plain decoding with the same grammar. llguidance
+(https://github.com/guidance-ai/llguidance, MIT) compiles grammars and computes the allowed tokens; it is an
 optional dependency.
 """
 
@@ -32,7 +32,7 @@ ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 MAX_SCHEMA_LENGTH = 2**18
 """Characters of a schema, as JSON, or of another grammar."""
 MAX_TOLD = 300
-"""Characters of what is wrong with a grammar."""
+"""Largest length of an error message about a grammar, in characters."""
 MAX_SCHEMA_DEPTH = 256
 """Levels of a schema, of definitions inside of definitions too."""
 TRIAL_SECONDS = 5.0
@@ -40,9 +40,9 @@ TRIAL_SECONDS = 5.0
 NUM_KEPT = 64
 """Grammars that are kept compiled."""
 DEFINITIONS = ("$defs", "definitions")
-"""Keys of a schema under which others stand that are only read where something refers to them."""
+"""Keys of a schema with subschemas that are read only where something refers to them."""
 VALUES = ("const", "enum", "default", "examples")
-"""Keys of a schema under which no schemas stand."""
+"""Keys of a schema without subschemas."""
 
 
 class GrammarFailed(RuntimeError):
@@ -87,7 +87,7 @@ class GrammarCompiler:
         self._compiled = functools.lru_cache(NUM_KEPT)(self._compile)
 
     def as_terminals(self, text: str) -> str:
-        """``text`` as a part of a rule: what is a token of its own is that token, all else any tokens."""
+        """``text`` as a part of a rule: special tokens as themselves, the rest as any tokens."""
         parts = filter(None, self._controls.split(text))
         return " ".join(
             f"<[{self._control_ids[part]}]>" if part in self._control_ids else json.dumps(part)
@@ -124,7 +124,7 @@ LISTED = re.compile(r"\s*(\d+ \|.*|\^+\s*)")
 
 
 def _told(problem: str) -> str:
-    """What llguidance says is wrong, without the grammar that was made of what a client gave."""
+    """The error message of llguidance, without the grammar that was built from a client's input."""
     lines = [line.strip() for line in problem.splitlines() if not LISTED.fullmatch(line)]
     said = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: | \(in regex\)", "", " ".join(lines))
     return " ".join(said.split())[:MAX_TOLD]
@@ -141,11 +141,11 @@ def json_rule(name: str, schema: Mapping[str, Any]) -> str:
 
 
 SPELT = {"\n": r"\n", "\\\n": r"\n", "/": r"\/"}
-"""How a rule spells parts of a pattern, which stands between slashes on one line."""
+"""Escapes for a pattern in a rule, which is written between slashes on one line."""
 
 
 def pattern_rule(name: str, pattern: str) -> str:
-    """A rule for what a regular expression matches as a whole.
+    """A rule for the full matches of a regular expression.
 
     Raises:
         ValueError: it is too long.
@@ -247,7 +247,7 @@ def _serialised(tokenizer: Any) -> str:
 def check_schema(schema: Mapping[str, Any]) -> None:
     """Raise ValueError where ``schema`` is too large or too deep to compile, or its definitions are none.
 
-    A reference counts as the levels of what it refers to; one that is met again counts no more, as in trees.
+    A reference counts as the levels of its target; a target that occurs again counts no more, as in trees.
     """
     under_way: list[tuple[Any, int]] = [(schema, 1)]
     met: set[str] = set()
@@ -302,10 +302,10 @@ class Grammar:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Scores with minus infinity at tokens that leave the grammar; a function of ``input_ids`` alone.
+    """Scores with minus infinity at tokens that leave the grammar; a function of only ``input_ids``.
 
-    The matcher stands somewhere in the grammar, and is moved to each path that is asked about: what it shares
-    with the last one is not read again.
+    The matcher has a position in the grammar, and is moved to each requested path: the common prefix with the
+    last path is not read again.
     """
 
     def __init__(self, matcher: Any, eos_ids: frozenset[int], vocab_size: int, num_prompt: int):
@@ -332,7 +332,7 @@ class GrammarProcessor(LogitsProcessor):
         return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
 
     def _moved_to(self, path: list[int]) -> bool:
-        """Whether the grammar allows ``path``; the matcher then stands behind it."""
+        """Whether the grammar allows ``path``; the matcher is then at its end."""
         shared = 0
         for ours, theirs in zip(self._read, path, strict=False):
             if ours != theirs:

@@ -1,8 +1,8 @@
 """A process that tries grammars out, so that one which breaks the compiler breaks nothing else.
 
 It is run as a program of its own and imports nothing of this package: a start takes half a second. Standard
-input has a line of JSON that says which tokenizer, and then one grammar a line; standard output has one line
-for each grammar: what is wrong with it, or an empty text. It ends when its input does.
+input has a line of JSON with the tokenizer, and then one grammar a line; standard output has one line for
+each grammar: its error, or an empty text. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 STACK_BYTES = 2**20
 """An eighth of what threads usually have: what fits here fits where the grammar is compiled again."""
 MEMORY_BYTES = 2**30
-"""That the process may take beyond what it has at its start."""
+"""Memory that the process may use beyond its use at the start."""
 MAX_STEPS = 128
 """Tokens that a trial writes."""
 

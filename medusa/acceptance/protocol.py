@@ -1,4 +1,4 @@
-"""Sampled drafts: how they are drawn, what a rule for them is given, and what it answers.
+"""Sampled drafts: how they are drawn, and the input and output of a rule for them.
 
 These rules compare two distributions, so they need to know the one the draft was drawn from. A rule
 is a pure tensor function over a batch of rows; it knows nothing of models, caches or seeds:
@@ -112,9 +112,9 @@ VerifyFunction = Callable[[SampledDraft, VerificationNoise, Any], Verdict]
 class VerificationRule:
     """A rule and the drafts it is exact for.
 
-    ``context_only_proposal``: the rule reads q again at later steps, so q after a token may depend on
-    the text before it and on nothing else (a draft model, an early exit), and not on how far the token
-    stood from the root (Medusa heads, an EAGLE-3 head).
+    ``context_only_proposal``: the rule reads q again at later steps, so q after a token may depend on the
+    text before it and on nothing else (a draft model, an early exit), and not on the depth of the token
+    (Medusa heads, an EAGLE-3 head).
     """
 
     name: str
@@ -140,8 +140,8 @@ class VerificationRule:
     def require(self, kind: DraftKind, context_only: bool = True, keeps_state: bool = False) -> None:
         """Nothing, if the rule is exact for drafts of this kind.
 
-        ``context_only`` says whether the drafter's q depends on the text alone, ``keeps_state`` whether the
-        base keeps a state, and so has steps without a draft.
+        ``context_only`` says whether the drafter's q depends only on the text, ``keeps_state`` whether the
+        base is recurrent, and so has steps without a draft.
 
         Raises:
             ValueError: it is not; the message says why and what to use instead.
@@ -194,7 +194,7 @@ def check_shapes(draft: SampledDraft, noise: VerificationNoise) -> None:
 
 
 def check_chain(name: str, draft: SampledDraft) -> None:
-    """Nothing, if the draft is a chain: as many levels as nodes.
+    """Nothing, if the draft is a chain: one node per level.
 
     Raises:
         ValueError: it is not.
@@ -232,7 +232,7 @@ def normalised(weights: Tensor, fallback: Tensor) -> Tensor:
 def excess(target: Tensor, proposal: Tensor) -> Tensor:
     """What is left of the target once a draft from ``proposal`` was rejected: norm(max(p - q, 0)), (..., V).
 
-    Rounding may leave no mass (p = q); the target itself then stands in, an event of probability 0.
+    Rounding may leave no mass (p = q); then the target itself is used, an event of probability 0.
     """
     return normalised((target - proposal).clamp(min=0), target)
 
@@ -292,9 +292,9 @@ def draw_tree(
 
     Siblings are independent draws.
 
-    ``proposal_after(tokens, nodes)`` is asked once a level, with the tokens (B, N) filled so far and the
-    nodes of that level as a slice; it answers with q after those nodes (B, M, V). ``gumbel`` is
-    (B, N, V). The tree gives the number of children of a node; its ranks are not read. A chain is
+    ``proposal_after(tokens, nodes)`` is called once per level, with the tokens (B, N) filled so far and the
+    nodes of that level as a slice; it returns q after these nodes (B, M, V). ``gumbel`` is (B, N, V). The
+    tree gives the number of children of a node; its ranks are not read. A chain is
     ``CandidateTree.chain(g)``, k independent chains are ``independent_chains(k, g)``. Rows of nodes on the
     last level stay 0.
     """

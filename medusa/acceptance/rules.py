@@ -1,7 +1,7 @@
 """The rules for sampled drafts, for one chain: "token", "block" and "greedy_block"; and for trees:
 "multi_draft" and "spectr".
 
-:mod:`medusa.acceptance.protocol` says what a rule is given, and what it gives back.
+:mod:`medusa.acceptance.protocol` documents the input and output of a rule.
 """
 
 from __future__ import annotations
@@ -110,15 +110,15 @@ def verify_greedy_block(
     """Greedy block verification: accepts the most in one step, and pays over the steps that follow.
 
     arXiv 2403.10444, appendix on greedy block verification. Without block verification's min(1, .) in the
-    recursion a prefix X^i survives with probability min(1, p(X^i) / q(X^i)), the most any rule can reach.
-    What is left for the other outputs is max(p(z) - q(z), 0) of the *joint* probability of each path z of
-    the block, so the g - tau - 1 tokens after the next token follow not p but
+    recursion a prefix X^i survives with probability min(1, p(X^i) / q(X^i)), the most any rule can reach. The
+    mass for the other outputs is max(p(z) - q(z), 0) of the *joint* probability of each path z of the block,
+    so the g - tau - 1 tokens after the next token follow not p but
 
         p'(x | z) = norm(max(a(z) p(x | z) - q(x | z), 0)),      a(z) = p(z) / q(z) from the block's start.
 
-    The state carries a(z) and how many tokens it still governs. Each step that stops short adds such a layer
-    on top of those still alive, and the modified target is the p of the step. The layers read q again, after
-    text that was not drafted: q must depend on the text alone.
+    The state carries a(z) and the number of tokens it still governs. Each step that stops short adds such a
+    layer on top of the active ones, and the modified target is the p of the step. The layers read q again,
+    after text that was not drafted: q must depend only on the text.
 
     The longest prefix whose coin falls below R / (R + 1 - a), with a = p/q of the whole prefix.
 
@@ -216,7 +216,7 @@ def next_state(
 
 @dataclass(frozen=True)
 class _Walk:
-    """Where each row stands: the accepted path, and what is left of both distributions after it."""
+    """The state of each row: the accepted path, and the residuals of both distributions after it."""
 
     best: Tensor  # (B,) long
     depth: Tensor  # (B,) long
@@ -300,8 +300,8 @@ def select(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One k-sequential selection among ``candidates`` (B, N) bool, the drafts after ``node`` (B,) long.
 
-    Returns the first accepted candidate (B,) long and whether there is one (B,) bool; what the next token is
-    to be drawn from (B, V): the residual after ``node``, or the target after the accepted candidate; and the
+    Returns the first accepted candidate (B,) long and whether there is one (B,) bool; the distribution of the
+    next token (B, V): the residual after ``node``, or the target after the accepted candidate; and the
     probability of each coin (B, N), NaN for nodes that are no candidates.
     """
     p, q = row_at(draft.target, node), row_at(draft.proposal, node)
@@ -351,7 +351,8 @@ def division_factor(p: Tensor, q: Tensor, num_drafts: Tensor) -> Tensor:
 
 
 def residual_after_all(p: Tensor, q: Tensor, rho: Tensor, num_drafts: Tensor) -> Tensor:
-    """What the next token is drawn from when none of k drafts stayed: p minus what they cover, (B, V)."""
+    """The distribution of the next token when none of k drafts was accepted: p minus the mass that they
+    cover, (B, V)."""
     beta = overlap(p, q, rho)
     covered = ratio(some_accepted(beta, num_drafts), beta)[:, None] * torch.minimum(p / rho[:, None], q)
     return normalised((p - covered).clamp(min=0), fallback=p)

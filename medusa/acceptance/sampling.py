@@ -2,10 +2,10 @@
 
     next token = argmax(scores + G(seed, position))
 
-``scores`` are the logits after every logits processor (temperature, top-k, penalties, ...) and G is
-Gumbel noise, so the token is distributed exactly as softmax(scores) (the Gumbel-max trick). The
-noise is a hash, not a stream: it has no state, and the position of the token being chosen is all
-that tells two draws of a row apart. Greedy decoding is G = 0.
+``scores`` are the logits after every logits processor (temperature, top-k, penalties, ...) and G is Gumbel
+noise, so the token is distributed exactly as softmax(scores) (the Gumbel-max trick). The noise is a hash, not
+a stream: it has no state, and two draws of a row differ only by the position of the chosen token. Greedy
+decoding is G = 0.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from medusa.trees.candidate_tree import TreeTopology
 class OccurrencePenalty(LogitsProcessor):
     """OpenAI's ``frequency_penalty`` and ``presence_penalty``.
 
-    A token's score loses ``frequency`` for each time that it stands in the answer, and ``presence`` once if
-    it does. The first ``prompt_length`` tokens of a text do not count.
+    A token's score loses ``frequency`` for each of its occurrences in the answer, and ``presence`` once if it
+    occurs. The first ``prompt_length`` tokens of a text do not count.
     """
 
     def __init__(self, prompt_length: int, frequency: float = 0.0, presence: float = 0.0):
@@ -83,7 +83,8 @@ NODE_PROCESSORS = (*PATH_FREE_PROCESSORS, *TEXT_PROCESSORS, *LENGTH_PROCESSORS)
 
 
 def row_seeds(seed: Any, num_rows: int, device: torch.device) -> Tensor:
-    """One noise stream per row, (B,) long: row r of an int seed s gets s + r, so any row can be run alone.
+    """One noise stream per row, (B,) long: row r of an int seed s gets s + r, so any row can be reproduced in
+    a batch of its own.
 
     Integers of numpy and torch will do. ``None`` draws a seed from torch's global generator, as
     ``transformers`` sampling does.
@@ -116,11 +117,11 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 class UpcomingNoise:
-    """The noise (B, L, V) of the positions after the root, drawn as far as somebody asks: on a CPU that of
-    49,152 tokens takes 0.1 ms a position with the kernels, and four times that without.
+    """The noise (B, L, V) of the positions after the root, drawn on demand: on a CPU the noise of 49,152
+    tokens takes 0.1 ms a position with the kernels, and four times that without.
 
     Args:
-        draw: the noise of so many positions after the root, but for the first so many: (B, last - first, V).
+        draw: noise for positions first+1 .. last after the root, (B, last - first, V).
     """
 
     def __init__(self, draw: Callable[[int, int], Tensor]):
@@ -139,10 +140,10 @@ class UpcomingNoise:
 def hashed_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Thirty-one bits for each (seed, position, token id): (B, L, V) int32, at least 0.
 
-    Shifts, exclusive ors and products of 32-bit integers alone: the same on every device, whatever it is. The
-    kernels, where they are loaded, take a tenth of the time.
+    Only shifts, exclusive ors and products of 32-bit integers: the same on every device. The kernels, if
+    loaded, take a tenth of the time.
     """
-    # What is traced is to run on any device, and one of the kernels' operators would not.
+    # Traced code must run on any device, and the kernels' operators would not.
     is_traced = torch.compiler.is_compiling() or type(seeds) is not Tensor
     if seeds.device.type == "cpu" and not is_traced and are_loaded():
         return cast(Tensor, torch.ops.medusa.hashed_bits(seeds, positions, vocab_size))
@@ -208,7 +209,7 @@ class NodePaths:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """What the base alone thinks of a token and of the likeliest ones, before any logits processor."""
+    """The base's log-probabilities of a token and of the likeliest ones, before any logits processor."""
 
     token: int
     logprob: float
@@ -230,8 +231,8 @@ def process_node_logits(
 ) -> Tensor:
     """Scores of nodes: logits (B, M, V) -> (B, M, V) float32, by processors of ``NODE_PROCESSORS``.
 
-    Each processor sees each node with that node's own path as ``input_ids``, exactly as if the path
-    had been generated token by token, and a row as it is alone.
+    Each processor sees each node with that node's own path as ``input_ids``, exactly as if the path had been
+    generated token by token, in a batch of one row.
 
     Args:
         nodes: (B, M) long, which ones of the tree; by default all of them.
@@ -258,8 +259,8 @@ def quick_top_p(scores: Tensor, processor: Any) -> Tensor | None:
     """What ``transformers``' top-p makes of scores (R, V), to the bit, without sorting all of them: sorting
     152,000 tokens takes 10 ms a row.
 
-    None where only sorting tells: the nucleus is large, its edge lies within rounding or between equal
-    scores, or ``processor`` is another one. Reads the scores on the host.
+    None where sorting is needed: the nucleus is large, its edge is within rounding or between equal scores,
+    or ``processor`` is another one. Reads the scores on the host.
     """
     is_top_p = type(processor) is hf.TopPLogitsWarper
     if not is_top_p or scores.device.type != "cpu" or scores.shape[1] <= 4 * LIKELIEST:
@@ -280,7 +281,7 @@ def quick_top_p(scores: Tensor, processor: Any) -> Tensor | None:
 def warp_logits(logits: Tensor, processors: LogitsProcessorList) -> Tensor:
     """Scores (..., V') float32 of logits (..., V') after the warpers among ``processors``, in their order.
 
-    The columns may stand for any V' tokens. Every row keeps a token that it had.
+    The columns may be any V' tokens. Every row keeps at least one token.
     """
     flat = logits.to(torch.float32, copy=True).reshape(-1, logits.shape[-1])
     no_path = cast(torch.LongTensor, flat.new_zeros(len(flat), 1, dtype=torch.long))

@@ -69,14 +69,13 @@ class BenchmarkOptions(ProgramOptions):
     and other heads.
 
     All contenders answer each batch of prompts one after the other, in an order that rotates, so that a
-    machine that slows down does so for all; each warms up first. Times are medians over batches of
-    seconds per new token, prefill included; tokens are counted alike for all. Each batch size and each
+    machine that slows down does so for all; each warms up first. Times are medians over batches of seconds
+    per new token, prefill included; tokens are counted in the same way for all. Each batch size and each
     context length is a setting of its own; a context length puts earlier turns (other prompts with the
-    model's own answers) before each question. f_hw is the least time the device needs for a
-    step over the step's time; bandwidth and arithmetic are measured first, by a sum over a large buffer and a
-    large matrix product. f_tree is tokens per step over what the heads' best tree of as many nodes should
-    give on these answers. Prints tables, draws a PNG, and ends with a JSON report. Run it with nothing else
-    running.
+    model's own answers) before each question. f_hw is the least time the device needs for a step over the
+    step's time; bandwidth and arithmetic are measured first, by a sum over a large buffer and a large matrix
+    product. f_tree is tokens per step over the estimate for the heads' best tree of the same size on these
+    answers. Prints tables, draws a PNG, and ends with a JSON report. Run it with nothing else running.
 
         medusa benchmark
         medusa benchmark --heads HEADS --prompts FILE --limit 20 --max-new-tokens 128 --repeats 3
@@ -89,8 +88,8 @@ class BenchmarkOptions(ProgramOptions):
             --temperature 1 --acceptance exact token block --num-seeds 8
 
     Rules for sampled drafts differ by little. --num-seeds answers each prompt with many seeds in one batch,
-    which buys the precision that most_specific_error them apart takes: tokens per step do not depend on the
-    batch. Speeds are then those of batches.
+    which gives the precision to tell them apart: tokens per step do not depend on the batch. Speeds are then
+    those of batches.
     """
 
     drafters: DrafterOptions = DrafterOptions()
@@ -102,15 +101,15 @@ class BenchmarkOptions(ProgramOptions):
     transformers-static, which compiles, not on a CPU."""
     acceptance: tuple[str, ...] = (EXACT,)
     """Rules that each drafter is measured under: exact, typical (LOSSY), token, block, greedy_block,
-    multi_draft, spectr. Those for sampled drafts sample from all
-    tokens but what flags leave out. A pair that cannot be exact is listed with the reason."""
+    multi_draft, spectr. Rules for sampled drafts sample from all tokens that the flags allow. A pair that
+    cannot be exact is listed with the reason."""
     llama_cpp: tuple[Path, ...] | None = None
-    """GGUF files of the base for llama.cpp, each a contender: MODEL-q8_0.gguf is llama.cpp-q8_0. None is
-    those in the base's directory."""
+    """GGUF files of the base for llama.cpp, each a contender: MODEL-q8_0.gguf is llama.cpp-q8_0. None takes
+    the files in the base's directory."""
     batch_sizes: GrowingInts = (1,)
     """Rows decoded together."""
     context_lengths: GrowingInts | None = None
-    """Fill prompts with earlier turns up to so many tokens; none leaves prompts as they are."""
+    """Length in tokens to which prompts are filled with earlier turns; none leaves prompts as they are."""
     repeats: int = 1
     """Times each prompt is answered; when sampling, each time with other seeds."""
     num_seeds: int = 1

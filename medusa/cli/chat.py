@@ -120,11 +120,11 @@ class ChatSession:
         return sum((answer.statistics for answer in self.answers), DecodingStatistics())
 
     def reply(self, question: str | Message) -> Generator[tuple[str, int], None, None]:
-        """The answer in pieces, as soon as they are certain, each with the depth of the guess behind its last
-        token, 0 for the base model's own; afterwards it stands in ``answers`` and in the history.
+        """The answer in pieces, as soon as they are certain, each with the depth of its last token, 0 for the
+        base model's own; afterwards it is in ``answers`` and in the history.
 
-        Closing the iterator early stops the answer: what was said so far stays in the history, or,
-        when nothing was said yet, neither question nor answer does.
+        Closing the iterator early stops the answer: the text so far stays in the history, or, without any
+        text yet, neither question nor answer does.
 
         Raises:
             ContextFullError: no room for an answer is left; the history is as it was.
@@ -191,7 +191,7 @@ class ChatSession:
 
 
 def chat(options: ChatOptions) -> list[str]:
-    """Hold the conversation that the flags ask for; report what it cost when it is over."""
+    """Run the conversation that the flags describe; report its statistics at the end."""
     prompts = (
         None
         if options.prompts.prompts is None
@@ -329,7 +329,7 @@ class ChatTerminal:
             )
 
     def say(self, text: str) -> None:
-        """Print what is not the model's."""
+        """Print a message that is not the model's."""
         self.console.print(text, style="dim", markup=False, soft_wrap=not self.console.is_terminal)
 
 

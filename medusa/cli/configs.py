@@ -20,7 +20,7 @@ COMMAND = re.compile(r"^# (?:\w+:)? *((?:medusa|accelerate) .*)", re.MULTILINE)
 class ConfigsOptions:
     """List the configurations and prompts that ship, or say where one of them is.
 
-    Their names stand wherever a path does: `medusa train --config smollm2`, `--prompts demo_prompts`.
+    Their names can be used like paths: `medusa train --config smollm2`, `--prompts demo_prompts`.
 
         medusa configs
         cp "$(medusa configs smollm2)" mine.yaml
@@ -32,7 +32,7 @@ class ConfigsOptions:
 
 
 def configs(options: ConfigsOptions) -> list[str]:
-    """Print what there is, or the path of what is named, which says itself how it is used."""
+    """Print the list of configurations, or the path of the named one."""
     if options.name is None:
         files = sorted(shipped_files().iterdir(), key=lambda path: (path.suffix, path.stem))
         width = max(len(path.stem) for path in files)

@@ -54,9 +54,9 @@ class DistillOptions:
     prompts: Path | None = None
     """JSON lines with `prompt`, `turns` or `messages`."""
     prompt_free: int | None = None
-    """Instead of prompts: let the chat model ask itself so many questions."""
+    """Instead of prompts: number of questions that the chat model asks itself."""
     limit: int | None = None
-    """Take the first so many prompts of the file."""
+    """Number of prompts to take from the start of the file."""
     max_new_tokens: int = 256
     """Longest answer, in tokens."""
     temperatures: list[float] = field(default_factory=lambda: [0.0])

@@ -49,13 +49,14 @@ class DecodingOptions:
     """Of one set of heads, which decodes."""
 
     tree_nodes: int | None = None
-    """Decode with the best tree of so many nodes, root included, on the conversations of --calibrate-on."""
+    """Decode with the best tree of this number of nodes, root included, on the conversations of
+    --calibrate-on."""
     calibrate_on: Path | None = None
     """What to choose that tree on: JSON lines as for --prompts, other ones; 50 rows are plenty. `messages`
     that end with an answer are read as they are, everything else is answered first."""
     drafter: str | None = None
-    """Who guesses in live decoding: dynamic-heads, or a union such as dynamic-heads+suffix, drafts as many
-    nodes as the tree has; none is the heads in the tree itself."""
+    """Drafter of live decoding: dynamic-heads, or a union such as dynamic-heads+suffix, with the number of
+    nodes of the tree; none is the heads in the tree itself."""
     also_at: tuple[float, ...] = ()
     """Other temperatures to answer every prompt at, with the same tree."""
 
@@ -68,7 +69,7 @@ class DecodingOptions:
 
 @dataclass(frozen=True)
 class ComparisonOptions:
-    """Of several sets of heads, which are asked about the same answers."""
+    """Options for comparing several sets of heads on the same answers."""
 
     held_out: bool = False
     """Ask about the conversations that the training runs of all these heads held out."""
@@ -91,11 +92,11 @@ class FidelityOptions:
     """Of an engine, instead of heads."""
 
     fidelity: bool = False
-    """Measure how far the distributions of --engine are from those of the float32 model."""
+    """Measure the distance between the distributions of --engine and of the float32 model."""
     llama_cpp: tuple[Path, ...] = ()
     """GGUF files of the base to read with llama.cpp: MODEL-q8_0.gguf is llama.cpp-q8_0."""
     tokens_per_pass: int | None = None
-    """Read so many tokens in a pass; none is as many as a prompt's."""
+    """Tokens in a forward pass; none reads as in prefill."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "tokens_per_pass")
@@ -115,22 +116,21 @@ class EvaluationOptions(ProgramOptions):
         medusa evaluate --prompts FILE --tree-nodes 64 --calibrate-on OTHER_FILE --also-at 1
         medusa evaluate --drafter dynamic-heads+suffix
 
-    Several sets of one base are asked about the same answers, in one table: how often each head's first
-    guess is right, tokens per step with trees of several sizes, each judged on answers that did not choose
-    it, parameters, the time that drafting and a whole step take, and what training cost. The first set is
-    what the others are held against. The answers are the base's own to the prompts, those in the prompt file
-    where it has some, or the conversations that the training runs held out. Intervals are 95 % bootstraps
-    over answers.
+    Several sets of one base are compared on the same answers, in one table: how often each head's first guess
+    is right, tokens per step with trees of several sizes, each judged on answers that did not choose it,
+    parameters, the times of drafting and of a step, and the cost of training. The first set is the baseline.
+    The answers are the base's own to the prompts, the answers in the prompt file where it has some, or the
+    conversations that the training runs held out. Intervals are 95 % bootstraps over answers.
 
         medusa evaluate runs/a/heads runs/b/heads runs/c/heads --held-out
         medusa evaluate one=runs/a/heads two=runs/b/heads --prompts FILE --sizes 4,32 --rounds 0
 
-    With --fidelity the question is how far what a quantised engine says, or llama.cpp with a quantised file,
-    is from the float32 model: the mean KL divergence of their distributions from float32's, in nats, and
-    how often the likeliest token is the same, at each position of float32's own greedy answers. Answers in
-    the prompt file are taken as they are; prompts without one are answered first, which takes longer than all
-    the rest. The text is read as prompts are, many tokens in a pass; --tokens-per-pass 1 reads it as plain
-    decoding does, which is slower and tells engines apart that compute the two in different ways.
+    With --fidelity a quantised engine, or llama.cpp with a quantised file, is compared with the float32
+    model: the mean KL divergence of their distributions from float32's, in nats, and how often the likeliest
+    token is the same, at each position of float32's own greedy answers. Answers in the prompt file are used
+    unchanged; prompts without one are answered first, which takes longer than all the rest. The text is read
+    as in prefill, many tokens in a pass; --tokens-per-pass 1 reads it as plain decoding does, which is slower
+    and shows differences of engines between the two.
 
         medusa evaluate --fidelity --engine int8 --prompts ANSWERS.jsonl --llama-cpp MODEL-q8_0.gguf
     """
@@ -171,12 +171,12 @@ class EvaluationOptions(ProgramOptions):
 
     @property
     def compares(self) -> bool:
-        """Whether sets of heads are asked about the same answers, and none of them decodes live."""
+        """Whether sets of heads are compared on the same answers, without live decoding."""
         return len(self.sets) > 1 or self.comparison != ComparisonOptions()
 
 
 def evaluate(options: EvaluationOptions) -> list[str]:
-    """Measure, and print, draw and write what was found."""
+    """Measure; print, draw and write the results."""
     if options.engines.fidelity:
         return _evaluate_engine(options)
     sets = read_named(options.sets or [options.model.required_heads]) if options.compares else []
@@ -278,7 +278,7 @@ def _compare_sets(sets: Sequence[NamedHeads], options: EvaluationOptions) -> lis
 def _answers_to_compare_on(
     model: MedusaModel, sets: Sequence[NamedHeads], options: EvaluationOptions
 ) -> list[AnsweredTokens]:
-    """The finished answers that all heads are asked about."""
+    """The finished answers on which all heads are evaluated."""
     if options.comparison.held_out:
         provenance = {each.label: each.checkpoint.provenance for each in sets}
         return held_out_answers(provenance, model.tokenizer)[: options.prompts.limit]
@@ -286,7 +286,7 @@ def _answers_to_compare_on(
 
 
 def _beginning(row: AnsweredTokens, device: torch.device) -> dict[str, Tensor]:
-    """What stands before the first answer of ``row``, as a prompt: (1, T) long each."""
+    """The text before the first answer of ``row``, as a prompt: (1, T) long each."""
     length = max(1, list(row.is_label).index(True))
     ids = torch.tensor([row.token_ids[:length]], device=device)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -296,7 +296,7 @@ def _beginning(row: AnsweredTokens, device: torch.device) -> dict[str, Tensor]:
 
 
 def _evaluate_engine(options: EvaluationOptions) -> list[str]:
-    """Hold what the engine computes, and llama.cpp, against float32."""
+    """Compare the engine, and llama.cpp, with float32."""
     model = load_model(replace(options.model, dtype=options.model.dtype or "float32"), holds_weights=True)
     if model.base.dtype != torch.float32:
         raise ValueError(f"dtype must be float32, which all are held against, got {model.base.dtype}")

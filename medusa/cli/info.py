@@ -1,4 +1,4 @@
-"""``medusa info``: what a heads directory holds, or a base is."""
+"""``medusa info``: describes a heads directory or a base model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LONGEST_CELL = 300
 
 
 def info(options: InfoOptions) -> list[str]:
-    """Print what the heads are, or the base."""
+    """Print a description of the heads, or of the base."""
     name, config = options.heads, _base_config(options.heads)
     described = describe_heads(load_heads(name)) if config is None else describe_base(config)
     if options.json:

@@ -64,7 +64,7 @@ from medusa.trees.candidate_tree import CandidateTree
 
 
 def export(options: ExportOptions) -> list[str]:
-    """Write heads for another project; say what it does otherwise."""
+    """Write heads for another project; list its differences."""
     log, foreign = log_version(), FORMATS[options.to]
     _claim_output(options.output, options.overwrite, EXPORT_LAYOUT, (options.heads, options.base))
     checkpoint = load_heads(options.heads)
@@ -94,7 +94,7 @@ def export(options: ExportOptions) -> list[str]:
 
 
 def import_foreign(options: ImportOptions) -> list[str]:
-    """Read heads of another project into a heads directory; say what was found."""
+    """Read heads of another project into a heads directory; report them."""
     log = log_version()
     _claim_output(options.output, options.overwrite, HEADS_LAYOUT, (options.source, options.base))
     if options.base_output is not None:
@@ -349,7 +349,7 @@ def _folder(options: PushOptions) -> Iterator[Path]:
 
 
 def _missing(options: PushOptions) -> list[str]:
-    """What the reader of the card would like to know and is not told, and what is told to everyone."""
+    """Warnings about facts that the card lacks, or that it makes public."""
     lines = []
     if options.dry_run is not None:
         lines.append(

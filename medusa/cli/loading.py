@@ -1,6 +1,6 @@
 """What options name, loaded: the model, its drafter and the prompts; and these answered.
 
-What is not there, or is not what it should be, is an OSError or a ValueError of one sentence.
+Missing or wrong files are an OSError or a ValueError of one sentence.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def load_model(
     """The base and its heads, on the device asked for; says first which medusa is running.
 
     Without ``--base`` the base is the one that the heads record. Their adapter is put onto the base without
-    heads too, so that the text is the same. Warns where heads were trained on conversations that tell the
-    chat template otherwise than ``template``. ``holds_weights`` wants the base's own weights beside what an
-    engine makes of them, as measuring ``transformers`` does.
+    heads too, so that the text is the same. Warns where heads were trained with other chat template options
+    than ``template``. ``holds_weights`` keeps the base's own weights beside the engine's packed ones, for
+    measuring ``transformers``.
     """
     log = log_version()
     check_template_kwargs({} if template is None else template.template_kwargs)
@@ -118,8 +118,7 @@ def load_model(
 def _warn_of_other_template(
     checkpoint: HeadsCheckpoint, tokenizer: Any, template_kwargs: Mapping[str, Any]
 ) -> None:
-    """Warn where a question, told ``template_kwargs``, is rendered otherwise than what the heads were trained
-    on."""
+    """Warn where ``template_kwargs`` render a question differently from the heads' training conversations."""
     known = checkpoint.template_options
     if known and not has_same_template_kwargs(tokenizer, template_kwargs, known):
         before, here = (
@@ -173,7 +172,7 @@ def load_base_on(
     engine: Engine = "eager",
 ) -> CausalLM:
     """The base model called ``name``: in float32 on a CPU, packed for ``engine`` as it is read; in its own
-    type elsewhere, unless told otherwise."""
+    type elsewhere, unless ``dtype`` is given."""
     if device.type == "cpu" and dtype in (None, "float32"):
         return load_for_engine(name, engine, trust_remote_code=trust_remote_code)
     base: Any = load_base(name, dtype=dtype or "auto", trust_remote_code=trust_remote_code)
@@ -276,8 +275,8 @@ def encode_prompts(
 def decode_prompt(
     model: MedusaModel, inputs: Mapping[str, Any], options: AnswerOptions, drafter: str | None = None
 ) -> tuple[list[int], DecodingStatistics]:
-    """Prompt and answer as one list of tokens, and how its decoding went: with the drafter of that name, else
-    with the heads alone in their tree."""
+    """Prompt and answer as one list of tokens, and the statistics of decoding: with the drafter of that name,
+    else with the heads in their tree."""
     guessing: dict[str, Any] = {"tree": model.tree} if drafter is None else {"drafter": drafter}
     output: Any = model.generate(
         **inputs,

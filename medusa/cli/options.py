@@ -55,13 +55,13 @@ def parse(
 ) -> T:
     """An instance of the dataclass ``options`` from ``arguments`` (by default the command line's).
 
-    ``--config FILE`` names a YAML file whose keys are flags with underscores. What the file says takes the
-    place of defaults, and the command line wins. What ``presets`` returns gives way to the file in the same
-    way. ``--key none`` takes back an optional key of the file. A flag that takes several values may be given
-    several times on the command line.
+    ``--config FILE`` names a YAML file whose keys are flags with underscores. Values of the file replace
+    defaults, and the command line wins. The file wins over values of ``presets``. ``--key none`` takes back
+    an optional key of the file. A flag that takes several values may be given several times on the command
+    line.
 
     Args:
-        description: what ``--help`` shows first, as it stands; by default the docstring of ``options``.
+        description: the text that ``--help`` shows first, unchanged; by default the docstring of ``options``.
 
     Raises:
         SystemExit: after ``--help`` (status 0), or after a sentence on standard error about an unknown
@@ -103,7 +103,7 @@ def parse(
 
 
 def flag_types(options: type) -> dict[str, Any]:
-    """Name (with underscores) and type of every flag of a dataclass, those of its groups included."""
+    """Name (with underscores) and type of every flag of a dataclass, including its groups."""
     types = get_type_hints(options, include_extras=True)
     flags: dict[str, Any] = {}
     for field in dataclasses.fields(options):
@@ -116,8 +116,8 @@ def flag_types(options: type) -> dict[str, Any]:
 
 
 def to_argv(options: Any, defaults: Any = None) -> list[str]:
-    """The words of a command line that :func:`parse` reads as ``options``: those without a flag, then each
-    flag that is not as in ``defaults``, by default those of its class."""
+    """The words of a command line that :func:`parse` reads as ``options``: positional words, then each flag
+    that differs from ``defaults``, by default the class's."""
     positional, flags = list[str](), list[str]()
     types = get_type_hints(type(options), include_extras=True)
     for field in dataclasses.fields(options):
@@ -198,9 +198,9 @@ def _values(values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> 
 
 
 def _instance(options: type[T], values: Mapping[str, Any], defaults: Any = None) -> T:
-    """``options`` with ``values`` by their flags, else as in ``defaults``, by default those of the class.
+    """``options`` with ``values`` by their flags, else as in ``defaults``, by default the class's.
 
-    Nothing is checked yet: what is still missing is MISSING, for the parser to take from the command line.
+    Nothing is checked yet: missing values are MISSING, for the parser to take from the command line.
     """
     made, types = object.__new__(options), get_type_hints(options)
     for field in dataclasses.fields(options):  # type: ignore[arg-type]
@@ -215,7 +215,7 @@ def _instance(options: type[T], values: Mapping[str, Any], defaults: Any = None)
 
 def _switches(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
     """``words`` with `--flag` and `--no-flag` for `--flag true` and `--flag false`, and with `--flag=WORD`
-    for a flag that stands alone and takes words too."""
+    for a flag whose word is optional."""
     kept: list[str] = []
     for word in words:
         key, _, value = word[2:].partition("=") if word.startswith("--") else ("", "", "")
@@ -242,8 +242,8 @@ def _switches(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
 
 
 def _gathered(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
-    """``words`` with all values of a list behind its first flag: of several the parser takes the last."""
-    groups: list[list[str]] = [[]]  # a flag and what stands behind it
+    """``words`` with all values of a list after its first flag: the parser would take only the last flag."""
+    groups: list[list[str]] = [[]]  # a flag and its values
     for word in words:
         if word.startswith("--"):
             groups.append([])
@@ -270,8 +270,8 @@ def _is_list(kind: Any) -> bool:
 
 
 def _alone(kind: Any) -> dict[str, str]:
-    """What true and false are to a flag of this type that stands alone and takes words too, be it always,
-    never and others, or none; empty for flags of other types."""
+    """The words for true and false of a flag of this type whose word is optional, such as always and never,
+    or none; empty for flags of other types."""
     if {"always", "never"} <= set(get_args(kind)):
         return {"true": "always", "false": "never"}
     if _optional(kind) is bool:
@@ -342,8 +342,8 @@ class ModelOptions:
     which `medusa fetch` fetches; none is the one that the heads were trained on."""
     heads: str = DEFAULT_HEADS
     """Heads trained on that base: a directory, a hub id as above, or the name of heads that ship; mtp are the
-    layers for multi-token prediction that it comes with. default are those that ship for the base, and none
-    where it is another: guesses are then copied from the text, as with none."""
+    base's own layers for multi-token prediction. default are the heads that ship for the base; other bases
+    have none, and then drafts come from suffix matching, as with none."""
     trust_remote_code: bool = False
     """Run the code that the base's repository comes with, which can do anything; for models that are not part
     of transformers."""
@@ -408,7 +408,7 @@ class AnswerOptions:
     seed: int = 0
     """Of sampling: the same seed gives the same tokens, with heads or without."""
     top_k: int | None = None
-    """Sample from so many of the likeliest tokens; none is what the model's configuration says."""
+    """Sample from this number of likeliest tokens; none is the value of the model's configuration."""
     top_p: float | None = None
     """Sample from the likeliest tokens whose probabilities add up to this."""
     min_p: float | None = None
@@ -459,7 +459,7 @@ class DrafterOptions:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What a program leaves behind."""
+    """The files that a program writes."""
 
     json: Path | None = None
     """Write the closing report, one JSON object, to this file; - is standard output. Where standard output is
@@ -491,7 +491,7 @@ def how_to_train(base: str | None) -> str:
 
 
 def print_next(commands: Sequence[str]) -> None:
-    """End with ``commands``: what to do next, to be pasted as it stands."""
+    """End with ``commands``: next steps, ready to be pasted."""
     own = _own_name()
     print_list(log_console(), "next:", [re.sub("^medusa ", f"{own} ", line) for line in commands])
 

@@ -1,4 +1,4 @@
-"""``medusa serve``: load a model, and answer over HTTP until told to stop."""
+"""``medusa serve``: load a model, and answer over HTTP until a signal."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class WrappedText:
                     self._end_word()
 
     def finish(self) -> None:
-        """Print what is held back, and end the line."""
+        """Print held-back text, and end the line."""
         self._end_word()
         self._out("\n")
 

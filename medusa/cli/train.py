@@ -17,8 +17,7 @@ from medusa.training.run import job
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(TrainingConfiguration):
-    """Train heads on a frozen base model: Medusa heads, alone or with a LoRA adapter, or an EAGLE-3
-    one.
+    """Train heads on a frozen base model: Medusa heads, with or without a LoRA adapter, or an EAGLE-3 head.
 
         medusa train --config smollm2_demo
         medusa train --config smollm2 --learning_rate 5e-4
@@ -31,8 +30,8 @@ class TrainOptions(TrainingConfiguration):
 
         accelerate launch --num_processes 2 -m medusa train --config smollm2
 
-    Every key below can stand in the YAML file and on the command line, which overrides the file; `--key
-    none` takes a key of the file back. --inspect shows which tokens would be trained on, and stops. The
+    Every key below can be given in the YAML file and on the command line, which overrides the file; `--key
+    none` takes a key of the file back. --inspect shows the tokens that would be trained on, and stops. The
     heads end up in output_dir/heads, and `medusa chat --heads output_dir/heads` chats with them. With
     --resume auto one command starts a run and goes on with it. A run that SIGTERM stops leaves a checkpoint
     and ends with status 75.

@@ -47,7 +47,7 @@ class DynamicDrafter(LevelDrafter):
     """Fills trees with the same number of nodes as ``tree`` and at most its depth, of a shape that the heads
     choose.
 
-    A part of a class with a drafter of fixed trees, which says what its heads think of each node.
+    A mixin for fixed-tree drafters; the host class scores the nodes.
 
     With ``suffix_length`` above 0 a suffix match of up to this number of tokens is mixed in
     (:func:`medusa.drafters.suffix.longest_match`). After a match of c tokens the next token is the
@@ -67,8 +67,8 @@ class DynamicDrafter(LevelDrafter):
     has_kernels = False
     """Whether the operators of :mod:`medusa.engine.kernels` grow the tree; they draft what these here do."""
     trust: Tensor
-    """(sources,): how far the sources of the match are believed, learnt on the way and bounded (see
-    :func:`medusa.drafters.suffix.continuations`). All drafters that were made of one share it."""
+    """(sources,): learned log-weight of each suffix-match source, clamped (see
+    :func:`medusa.drafters.suffix.continuations`). Drafters that are derived from one another share it."""
     _said: Tensor | None = None  # what these sources said at the step before
 
     def _shape(self, tree: CandidateTree) -> None:

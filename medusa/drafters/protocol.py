@@ -87,8 +87,8 @@ class Draft:
     proposal: Tensor | None = None
     """(B, N, V): the distribution each node's children were drawn from; None for best candidates."""
     path_logprob: Tensor | None = None
-    """(B, N), falling: the log-probability, by the drafter's account, that the base takes each node's path.
-    The first nodes then are a draft as well. None where it does not say."""
+    """(B, N), non-increasing: estimated log-probability that the path to the node is accepted. Any prefix of
+    the nodes is then a valid draft. None where the drafter has no estimate."""
     num_optional_nodes: int = 0
     """Nodes at the end that are to be verified only where they are likely."""
 

@@ -105,9 +105,9 @@ def injected(base: CausalLM, config: Any) -> Any:
 def folded(base: CausalLM) -> CausalLM:
     """``base`` with its LoRA layers as plain linear ones: ``base`` itself where there are none.
 
-    The result shares every parameter with ``base``, which is left as it is, but the weights of adapted
-    layers: those are sums, the layers' own and what the adapter adds. A layer that is more than such a sum
-    stays as it is.
+    The result shares every parameter with ``base``, which is not changed, except the weights of adapted
+    layers: these are sums of the layer's own weight and the adapter's delta. A layer that is more than such a
+    sum is not merged.
     """
     if not _adapter_names(base):
         return base

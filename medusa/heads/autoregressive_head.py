@@ -1,11 +1,11 @@
 """Heads that run ahead of the base on states of their own.
 
 An entry joins a *feature* g_t with the embedding of token t + 1 and scores token t + 2. Where the base has
-read token t, g_t is made of the base's states (:meth:`AutoregressiveHead.fuse`); further on it is what the
-head itself gave at the entry before. EAGLE-3 heads are such (:mod:`medusa.heads.eagle3`), and so are the
-layers for multi-token prediction that bases come with (:mod:`medusa.heads.mtp`). These may be several: the
-first reads the base's states, each other one what the layer below gave at the entry before, and the d-th
-guesses depth d. Deeper than they are many, the last goes on.
+read token t, g_t is made of the base's states (:meth:`AutoregressiveHead.fuse`); beyond, it is the head's own
+output at the previous entry. EAGLE-3 heads (:mod:`medusa.heads.eagle3`) are of this kind, and a base's own
+layers for multi-token prediction (:mod:`medusa.heads.mtp`). With K MTP layers, layer d predicts depth d from
+the output of layer d-1 at the previous entry; layer 1 reads the base's states. Beyond K the last layer is
+reused.
 
 Shapes: D hidden, V vocabulary, V' scored tokens, L fused layers, E entries.
 """
@@ -30,9 +30,9 @@ class Drafted(NamedTuple):
     """What a layer gives at some entries."""
 
     states: Tensor
-    """(B, E, D): what is unembedded."""
+    """(B, E, D): the input of the LM head."""
     features: Tensor
-    """(B, E, D): what the entry after reads."""
+    """(B, E, D): the input of the next entry."""
 
 
 class AutoregressiveHead(DraftVocab):
@@ -47,7 +47,7 @@ class AutoregressiveHead(DraftVocab):
 
     @property
     def num_heads(self) -> int:
-        """The depths it is made for, as many as that many Medusa heads reach."""
+        """The depth it is trained for: the reach of the same number of Medusa heads."""
         return self.config.max_depth
 
     @property
@@ -61,7 +61,7 @@ class AutoregressiveHead(DraftVocab):
         return self.config.fused_layers
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """The features (..., D) of what the base gives, (..., (1 + L) * D): by default its last states."""
+        """The features (..., D) from the base's states (..., (1 + L) * D): by default the last ones."""
         return hidden
 
     @abstractmethod
@@ -77,7 +77,7 @@ class AutoregressiveHead(DraftVocab):
         """What ``layer`` gives at E entries, from features and embeddings (B, E, D).
 
         Entry i joins feature t_i with the embedding of the token after it; its state scores the token after
-        that. The mask, positions and cache are those of :class:`medusa.heads.causal_layer.CausalLayer`.
+        that. Mask, positions and cache are as for :class:`medusa.heads.causal_layer.CausalLayer`.
         """
 
 
@@ -124,10 +124,10 @@ def unroll(
     """The states (B, E, D) from which drafting would guess each depth 1 .. K, with the text's own tokens.
 
     Entry i of depth d ends a draft of d entries: the first joins the base's feature i - d + 1 with its next
-    token, each of the others what the entry before it gave. It attends to what it would while drafting:
-    entries on the base's features up to the first, then the draft's own. So what is trained (EAGLE-3's
-    training-time test) and counted is what decoding does. Entries less than d - 1 after the start of a
-    document mean nothing.
+    token, each of the others the output of the entry before it. It attends to the same entries as while
+    drafting: entries on the base's features up to the first, then the draft's own. So training (EAGLE-3's
+    training-time test) and counting match decoding. Entries less than d - 1 after the start of a document are
+    undefined.
 
     Args:
         hidden: (B, E, (1 + L) * D), the base's; see :meth:`AutoregressiveHead.fuse`.

@@ -1,9 +1,8 @@
 """How often each head is right, counted on text.
 
-The base model reads finished answers once (teacher forcing). At the position t of an answer the base
-emits token t+1 by itself, and head d guesses token t+1+d from the hidden state at t; what is kept is
-the *rank* of the true token among the head's guesses, from which everything else follows
-(:mod:`medusa.trees.rank_counts`).
+The base model reads finished answers once (teacher forcing). At the position t of an answer the base emits
+token t+1 by itself, and head d guesses token t+1+d from the hidden state at t; the *rank* of the true token
+among the head's guesses is recorded, from which everything else follows (:mod:`medusa.trees.rank_counts`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class AnsweredTokens(NamedTuple):
 
     token_ids: Sequence[int]
     is_label: Sequence[bool]
-    """Which tokens the model wrote: those that decoding would have emitted."""
+    """Which tokens the model wrote, hence decoding would have emitted."""
 
     @classmethod
     def after_prompt(cls, token_ids: Sequence[int], prompt_length: int) -> AnsweredTokens:
@@ -61,8 +60,8 @@ def calibrate_each(
     heads on the same rows, which the base reads once.
 
     Rows of similar length share a forward pass; logits exist for a few positions at a time. ``states`` are
-    those of each row, (T, (1 + L) * D), with the layers of all sets, where they are known: the base is then
-    not run.
+    the known hidden states of each row, (T, (1 + L) * D), with the layers of all sets: the base is then not
+    run.
 
     Raises:
         ValueError: no row has a labelled token after its first.
@@ -76,7 +75,7 @@ def calibrate_each(
     for start, end in pairwise([*starts, len(ordered)]):
         indices, batch = zip(*ordered[start:end], strict=True)
         ids = pad_sequence([torch.tensor(row.token_ids) for row in batch], batch_first=True)
-        if states is None:  # padding stands on the right, where no token of a row sees it
+        if states is None:  # right padding, which no token of a row sees
             read = hidden_states(base, ids.to(lm_head_device(base)), layers=layers)
         else:
             read = pad_sequence([states[index] for index in indices], batch_first=True)
@@ -124,7 +123,8 @@ def _unrolled(base: PreTrainedModel, head: AutoregressiveHead, ids: Tensor, hidd
     following = base.get_input_embeddings()(ids.roll(-1, dims=1)).to(hidden.device)
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     by_last_entry = unroll(head, hidden, following, positions)
-    # A draft of d entries from position t ends at entry t + d - 1; what wraps around lies past every answer.
+    # A draft of d entries from position t ends at entry t + d - 1; entries that wrap around are past every
+    # answer.
     return torch.stack([each.roll(-depth, dims=1) for depth, each in enumerate(by_last_entry)], dim=2)
 
 

@@ -22,13 +22,13 @@ from medusa.base.causal_lm import CausalLM, hidden_size
 from medusa.options import check_counts, is_count
 
 MAX_SIZE = 2**24
-"""Largest hidden size or vocabulary that is read: far above any model's. A file that says more is refused
-before memory is asked for."""
+"""Largest hidden size or vocabulary that is read: far above any model's. A file with a larger number is
+refused before memory is allocated."""
 MAX_LAYERS = 4096
 """Largest number of layers, of a head or of a base."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings that a layer takes over from its base; those that change with the length of the text it
-does not."""
+"""Rotary embeddings that a layer takes over from its base; types that change with the length of the text are
+left out."""
 DEFAULT_THETA = 10000.0
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": DEFAULT_THETA}
 
@@ -99,7 +99,7 @@ def checked_layers(layers: Any, least: int = 0) -> tuple[int, ...]:
 
 
 def _check_rope(parameters: Any) -> None:
-    """Raise ValueError unless ``parameters`` are those of a rotary embedding that a layer can have."""
+    """Raise ValueError unless ``parameters`` describe a rotary embedding that a layer can have."""
     if not isinstance(parameters, Mapping):
         raise ValueError(f"rope_parameters must be an object, got {parameters!r:.200}")
     theta, kind = parameters.get("rope_theta"), parameters.get("rope_type")
@@ -110,7 +110,7 @@ def _check_rope(parameters: Any) -> None:
 
 
 def _rope_of(text: Any) -> dict[str, Any]:
-    """The rotary settings of a text configuration: those of full attention where layers differ."""
+    """The rotary settings of a text configuration: for full attention where layers differ."""
     given = getattr(text, "rope_parameters", None) or {}
     given = given.get("full_attention", given)
     theta = given.get("rope_theta", DEFAULT_THETA)
@@ -159,9 +159,9 @@ class CausalLayer(nn.Module):
     ) -> Tensor:
         """What E entries give, (B, E, D), from features and embeddings (B, E, D).
 
-        Causal over entries without ``mask`` (B, 1, E, S) bool; they stand at ``position_ids`` (B, E) long,
-        from 0 on without. ``cache`` takes their keys and values, and gives those of all S entries that they
-        may see.
+        Causal over entries without ``mask`` (B, 1, E, S) bool; their positions are ``position_ids`` (B, E)
+        long, by default from 0. ``cache`` stores their keys and values, and returns the keys and values of
+        all S visible entries.
         """
         if position_ids is None:
             position_ids = torch.arange(features.shape[1], device=features.device)[None]
@@ -174,8 +174,8 @@ class CausalLayer(nn.Module):
 
 
 def document_pairs(positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Which entries of a row are of one document, (B or 1, E, E) bool, and how far each stands behind each
-    other one, (E, E) long. positions (B, E) long count from 0 where a document starts."""
+    """Which entries of a row are of one document, (B or 1, E, E) bool, and their distances, (E, E) long.
+    positions (B, E) long count from 0 where a document starts."""
     entries = torch.arange(positions.shape[1], device=positions.device)
     document = (positions == 0).cumsum(1)
     if bool((document == document[:, :1]).all()):

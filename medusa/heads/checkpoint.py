@@ -1,4 +1,4 @@
-"""The heads directory: what training leaves behind and decoding loads.
+"""The heads directory: written by training, loaded for decoding.
 
     config.json         the format version, the kind of heads ("medusa", "eagle3" or "mtp"), its
                         configuration, the base model's name and fingerprint
@@ -9,9 +9,9 @@
     adapter/            of joint training only, and config.json says so: the base's LoRA adapter, as peft's
 
 Loading is strict: an unknown or missing key, a tensor that is missing, left over, of another shape, cut short
-or not finite is an error that names the file and what is wrong. Shapes are compared on the meta device, so no
-memory is asked for that the files do not fill. Writing goes to a temporary name beside the target and is
-renamed at the end, so a failed write leaves what was there.
+or not finite is an error that names the file and the fault. Shapes are compared on the meta device, so no
+memory is allocated that the files do not fill. Writing goes to a temporary name beside the target and is
+renamed at the end, so a failed write leaves the old directory.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class HeadsCheckpoint:
     fingerprint: BaseFingerprint | None = None
     """Of the base that the heads were trained on, without the adapter; None where nobody said it."""
     template_options: Sequence[Mapping[str, Any]] = ()
-    """What the chat template was told, beside messages and tools, of the conversations that the heads were
-    trained on: every different one; empty where nobody said it."""
+    """The chat template options (besides messages and tools) of the training conversations: every different
+    set; empty if unknown."""
 
     def __post_init__(self) -> None:
         if self.fingerprint is None and self.adapter is not None:
@@ -138,7 +138,7 @@ def save_heads(
 
     Raises:
         FileExistsError: ``directory`` holds something and ``overwrite`` is false.
-        OSError: the disk refused; what was in ``directory`` before is untouched.
+        OSError: the disk refused; the old content of ``directory`` is untouched.
         ValueError: a weight is not finite, in ``dtype`` where one is given; nothing is written.
     """
     state = {
@@ -174,11 +174,11 @@ def load_heads(
     """Read a heads directory; ``source`` may also name shipped heads, or a hub id to download, as
     ``owner/name`` or ``owner/name@revision``.
 
-    Weights come back in float32, in whatever type they were written.
+    Weights are returned in float32, in whatever type they were written.
 
     Args:
-        base_name: what the base is called, for ``source="default"``: the heads that ship for it.
-        hub: ``token``, ``cache_dir`` and ``local_files_only``, as in ``from_pretrained`` of ``transformers``.
+        base_name: the name of the base, for ``source="default"``: the heads that ship for it. hub: ``token``,
+        ``cache_dir`` and ``local_files_only``, as in ``from_pretrained`` of ``transformers``.
 
     Raises:
         FileNotFoundError: no such directory, or it is not a heads directory.
@@ -222,8 +222,8 @@ def save_tree(
 ) -> Path:
     """Write ``tree`` into a heads directory, and ``tuned`` for the runtimes they were timed on.
 
-    What the file held before is replaced, tuned trees included: ``tree`` is then used everywhere else.
-    ``origin`` says where ``tree`` came from, in plain JSON values.
+    The old content of the file is replaced, tuned trees included: ``tree`` is then used everywhere else.
+    ``origin`` records the source of ``tree``, in plain JSON values.
     """
     path = Path(directory) / TREE_FILE
     entries = {"tuned": [entry.as_json() for entry in tuned]} if tuned else {}
@@ -296,7 +296,7 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
     """The module that ``raw``, the config.json, describes, with the weights of the directory."""
     config_path, path = directory / CONFIG_FILE, directory / WEIGHTS_FILE
     kind = raw.get("kind", "medusa")
-    if kind not in list(KINDS):  # what a file says may not be hashable
+    if kind not in list(KINDS):  # a value from a file may not be hashable
         known = " or ".join(map(repr, KINDS))
         raise ValueError(f"{config_path} says kind={kind!r}, this version of medusa reads {known}")
     if raw.get(_CONTEXT) is not None:

@@ -1,8 +1,8 @@
-"""Which tokens a drafting module scores: all of them, or those in a map.
+"""The draft vocabulary: the tokens that a drafting module scores, all of them or those in a map.
 
-Most of what a model writes is made of few tokens. A module that scores only those multiplies by fewer rows
-of the base's LM head, which is most of what drafting costs (FR-Spec, arXiv 2502.14856). A token
-outside the map is never drafted; the base still emits it.
+Most text consists of few different tokens. A module that scores only those multiplies by fewer rows of the
+base's LM head, which is most of the cost of drafting (FR-Spec, arXiv 2502.14856). A token outside the map is
+never drafted; the base still emits it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DraftVocab(nn.Module):
         from the LM head at every call. See :func:`medusa.engine.quick_heads.quick_heads`."""
 
     token_map: Tensor | None
-    """(V',) long: the token id that each scored column stands for; None when every token is scored."""
+    """(V',) long: the token id of each scored column; None when every token is scored."""
 
     @property
     def scores_base_rows(self) -> bool:

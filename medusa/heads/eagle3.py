@@ -28,8 +28,8 @@ _MIN_LAYERS_OF_DEFAULT = 7
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(LayerConfig):
-    """What defines an EAGLE-3 head, apart from its weights: the sizes of its layer, which are the base's as a
-    rule, and what stands around it."""
+    """What defines an EAGLE-3 head, apart from its weights: the sizes of its layer, usually the base's, and
+    its surroundings."""
 
     vocab_size: int
     """V of the base model's LM head."""
@@ -132,7 +132,7 @@ class Eagle3Head(AutoregressiveHead):
         return not self.config.own_lm_head
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """The features (..., D) of what the base gives, (..., (1 + L) * D): the last state first, which is
+        """The features (..., D) from the base's states (..., (1 + L) * D): the last state comes first, and is
         not read."""
         below = hidden[..., self.config.hidden_size :].to(self.fc.weight.dtype)
         if self.config.norm_before_fc:

@@ -71,7 +71,7 @@ class MtpConfig:
     """V': tokens that they can draft; None for all."""
 
     fused_layers: ClassVar[tuple[int, ...]] = ()
-    """They read the base's last states alone."""
+    """They read only the base's last states."""
 
     def __post_init__(self) -> None:
         check_counts(self, MAX_SIZE, "hidden_size", "vocab_size")
@@ -91,7 +91,7 @@ class MtpConfig:
         """The layers that come with ``base``, drafting as deep as they are many, or ``max_depth``.
 
         Raises:
-            ValueError: it comes with none, or with such that have other masks than those of full attention.
+            ValueError: it has none, or their masks are not those of full attention.
         """
         if missing := missing_mtp(base):
             raise ValueError(f"multi-token prediction needs {missing}")
@@ -143,7 +143,7 @@ class MtpHead(AutoregressiveHead):
         run: Any = self.layers[layer]
         if position_ids is None:
             position_ids = torch.arange(features.shape[1], device=features.device)[None]
-        position_ids = position_ids + 1  # they stand where the token stands that is joined
+        position_ids = position_ids + 1  # the position of the joined token
         features, embeddings = (each.to(run.eh_proj.weight.dtype) for each in (features, next_embeddings))
         states = run(
             embeddings,
@@ -159,8 +159,8 @@ class MtpHead(AutoregressiveHead):
 def own_head(
     base: CausalLM, max_depth: int | None = None, *, source: str | Path | None = None, **options: Any
 ) -> MtpHead:
-    """The layers that come with ``base``, in its type, with the weights of the files that it was loaded from,
-    or of those in ``source``.
+    """The base's own layers, in its type, with the weights of the files that it was loaded from, or of the
+    files in ``source``.
 
     Raises:
         ValueError: as :meth:`MtpConfig.of_base`, or the files do not hold the weights.

@@ -79,8 +79,7 @@ def check_tensors(
 ) -> None:
     """Raise ValueError unless ``held`` has the tensors of these ``shapes`` and no others.
 
-    ``what`` the tensors are of, and ``where`` they stand, is for the message, which names the first that is
-    wrong.
+    ``what`` and ``where`` describe the tensors in the message, which names the first wrong one.
     """
     if missing := [name for name in shapes if name not in held]:
         raise ValueError(f"{where} lacks {_listed(missing)}, of {what}; the file is incomplete, get it again")
@@ -122,7 +121,7 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 
 
 def _check_plain(path: Path, name: str, tensor: Tensor) -> None:
-    """Raise ValueError unless ``tensor`` is numbers one behind the other, as many as the file holds of it."""
+    """Raise ValueError unless ``tensor`` is contiguous, with the number of elements that the file holds."""
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
         kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else str(tensor.layout)
         raise ValueError(
@@ -140,7 +139,7 @@ def read_model_tensors(
     directory: Path, wanted: _Wanted, integers: Container[str] = ()
 ) -> dict[str, tuple[Path, Tensor]]:
     """The tensors of a model directory, in one file or in shards, whose names are ``wanted``; the file of
-    each. Those called as in ``integers`` need not hold floats.
+    each. Tensors named in ``integers`` need not hold floats.
 
     Raises:
         FileNotFoundError: there is no weights file, or a shard is missing.

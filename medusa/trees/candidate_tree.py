@@ -1,9 +1,9 @@
 """Candidate trees: which guesses one forward pass verifies, and how they hang together.
 
-A tree is a *topology*, a value without tokens. Node 0 is the root token (depth 0, always kept).
-Every other node stands for "the rank-r guess for this depth, after its parent's guess", so a node
-is named by its rank path: ``(0, 2)`` is the third-best guess of head 2 after the best guess of
-head 1. This module knows nothing of models or tokens.
+A tree is a *topology*, a value without tokens. Node 0 is the root token (depth 0, always kept). Every other
+node is "the rank-r guess for this depth, after its parent's guess", so a node is named by its rank path:
+``(0, 2)`` is the third-best guess of head 2 after the best guess of head 1. This module knows nothing of
+models or tokens.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class CandidateTree:
 
     @property
     def depth(self) -> int:
-        """Depth of the deepest node; 0 for the root alone."""
+        """Depth of the deepest node; 0 for only the root."""
         return len(self.paths[-1])
 
     @property
@@ -134,7 +134,7 @@ class TreeTopology:
 
     parents: Tensor  # (R, N) long; the root is its own parent
     depths: Tensor  # (R, N) long
-    ancestors: Tensor  # (R, N, N) bool; [i, j]: j lies on the path from the root to i, i included
+    ancestors: Tensor  # (R, N, N) bool; [i, j]: j is on the path from the root to i, i included
     lineage: Tensor  # (R, N, L) long; node at depth j on the path to i; i itself once past its depth
     is_chain: bool = False  # every node is the only child of the one before it; False also where not known
 
@@ -169,7 +169,7 @@ class TreeTopology:
     ) -> TreeTopology:
         """Topology of trees given by parents (R, N) long and depths (R, N) long, parents before children.
 
-        ``is_chain`` is what the caller knows on the host; the tensors are not read for it.
+        ``is_chain`` is known to the caller on the host; the tensors are not read for it.
         """
         nodes = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
         rising = [nodes]
@@ -185,8 +185,8 @@ class TreeTopology:
 
     @classmethod
     def chain(cls, num_nodes: int, device: torch.device | str, is_draft: bool = False) -> TreeTopology:
-        """A chain of ``num_nodes`` tokens, as a prompt is: each sees all before it. ``lineage``, which is as
-        large as the mask and tells what is accepted of a draft, is trivial unless it is one."""
+        """A chain of ``num_nodes`` tokens, such as a prompt: each sees all before it. ``lineage``, which has
+        the size of the mask and is read only when a draft is accepted, is trivial unless ``is_draft``."""
         nodes = torch.arange(num_nodes, device=device)[None]
         ancestors = torch.ones(1, num_nodes, num_nodes, dtype=torch.bool, device=device).tril()
         lineage = torch.minimum(nodes[..., None], nodes[:, None]) if is_draft else nodes[..., None]
@@ -196,10 +196,10 @@ class TreeTopology:
 def best_tree(path_value: Mapping[RankPath, float], num_nodes: int) -> CandidateTree:
     """The ``num_nodes``-node tree with the largest sum of node values.
 
-    ``path_value[path]`` estimates the probability that every guess on ``path`` is right; the root
-    counts as given. Values never grow along a path, so taking the largest reachable node first is
-    optimal (Sequoia, arXiv 2402.12374, section 3.1, for values that are products; it holds for any
-    values that do not grow). Fewer nodes come back when ``path_value`` has no more.
+    ``path_value[path]`` estimates the probability that every guess on ``path`` is right; the root counts as
+    given. Values never grow along a path, so taking the largest reachable node first is optimal (Sequoia,
+    arXiv 2402.12374, section 3.1, for values that are products; it holds for any values that do not grow).
+    The tree is smaller when ``path_value`` has no more nodes.
     """
     if num_nodes < 1:
         raise ValueError(f"num_nodes must be at least 1 (the root token), got {num_nodes}")

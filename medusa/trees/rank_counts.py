@@ -1,4 +1,4 @@
-"""Ranks that true tokens had among the guesses of heads: what they say of heads and trees.
+"""Ranks of true tokens among the guesses of heads: statistics for heads and trees.
 
 From the joint ranks of all heads follow top-k accuracy per head, which rank path would have been right and
 how often, the tree with the most accepted tokens, and the tokens per step that decoding this very text with
@@ -29,7 +29,7 @@ UNSEEN = 0.1
 
 @dataclass(frozen=True)
 class RankCounts:
-    """Ranks of the true tokens, and what they say; ``a + b`` is both texts together."""
+    """Ranks of the true tokens, and statistics of them; ``a + b`` is both texts together."""
 
     ranks: tuple[Tensor, ...]
     """One (P, K) int16 tensor per answer: position by position, head by head; MISS or UNKNOWN below 0."""

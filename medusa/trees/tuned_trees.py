@@ -58,7 +58,7 @@ class TunedTree:
         return f"batch size {self.batch_size} on {self.runtime.in_words()}, {self.step} steps"
 
     def as_json(self) -> dict[str, Any]:
-        """The entry as it stands in a file."""
+        """The entry in the form of the file."""
         return {
             **asdict(self.runtime),
             "step": self.step,
@@ -135,11 +135,11 @@ def tuned_for(trees: Iterable[TunedTree], runtime: Runtime) -> tuple[TunedTree, 
 
 
 def chosen_for(trees: Sequence[TunedTree], batch_size: int, step: str = DEFAULT_STEP) -> CandidateTree | None:
-    """The tree of the nearest batch size at or above ``batch_size`` among those of one runtime.
+    """The tree of the nearest batch size at or above ``batch_size`` among the trees of one runtime.
 
     Rows that finish leave a batch, and a tree chosen for more rows than there are errs on the small side.
-    Above the largest size measured, the tree of that one. Where no steps of kind ``step`` were timed, those
-    of general ones are the best guess; None when there are none either.
+    Above the largest measured size its tree is used. If no steps of kind ``step`` were timed, trees of
+    general steps are used; None without any.
     """
     by_step = {kind: [tuned for tuned in trees if tuned.step == kind] for kind in (step, DEFAULT_STEP)}
     fitting = by_step[step] or by_step[DEFAULT_STEP]
@@ -151,7 +151,7 @@ def chosen_for(trees: Sequence[TunedTree], batch_size: int, step: str = DEFAULT_
 
 
 def merged(old: Iterable[TunedTree], new: Sequence[TunedTree]) -> tuple[TunedTree, ...]:
-    """``old`` and ``new``, without the old entries that a new one replaces: those of an equal key."""
+    """``old`` and ``new``, without the old entries that a new one of equal key replaces."""
     replaced = {tuned.key for tuned in new}
     kept = tuple(tuned for tuned in old if tuned.key not in replaced)
     return kept + tuple(new)
