@@ -85,7 +85,7 @@ class OutputFormat:
             rules = [f"thoughts: thought {rest}", f"thought[suffix={json.dumps(end)}]: /(?s:.*)/"]
         else:
             rules = [f"thoughts: /(?s:.*)/ {as_terminals(end)} {rest}"]
-        return ("thoughts" if in_reasoning else f"({as_terminals(begin)} reasoning_tags)?"), rules
+        return ("thoughts" if in_reasoning else f"({as_terminals(begin)} thoughts)?"), rules
 
     def text_around(self, as_terminals: Terminals) -> str:
         """What stands before an answer that is no call."""

@@ -1,4 +1,4 @@
-"""What a training run is told: every option, checked, and what a resumed run may change.
+"""The options of a training run, checked, and the keys that a resumed run may change.
 
 Each group of options is a frozen dataclass; the line under a field is its help on the command line. Keys are
 flat and the same in the YAML file and on the command line: ``learning_rate: 1e-3`` in the file is
@@ -38,8 +38,8 @@ class BaseOptions:
     """Attention implementation of the base in training, such as sdpa, flash_attention_2 or flex_attention;
     transformers chooses by default. Decoding has its own."""
     base_placement: Literal["each", "auto", "tensor_parallel", "fsdp"] = "each"
-    """Where the base's layers are. each: whole on the device of each process. auto: over all devices of one
-    process. tensor_parallel, fsdp: split among all processes, each of which loads only its part."""
+    """Placement of the base's layers. each: complete on the device of each process. auto: over all devices of
+    one process. tensor_parallel, fsdp: split among all processes; each loads only its part."""
 
     @property
     def is_shared(self) -> bool:
@@ -56,15 +56,13 @@ class HeadOptions:
     (EAGLE-3), which other engines serve. mtp: the layers for multi-token prediction that the base comes with,
     trained further."""
     num_heads: int = 4
-    """Heads; head d guesses the token d places after the next one. Of eagle3 and mtp: how deep they learn to
-    draft."""
+    """Heads; head d guesses the token d places after the next one. eagle3 and mtp: the depth of training."""
     token_map_size: int | None = None
     """Tokens that token_map heads, eagle3 or mtp can guess: the most frequent answer tokens of the training
     data."""
     fused_layers: list[int] | None = None
-    """The base's states after these decoder layers are read too. Of medusa, such as 8 16 24 of 30: more
-    guesses are right, and stored states take more room; by default none. Of eagle3, by default 2, L // 2 and
-    L - 3 of L, which other engines expect."""
+    """Auxiliary hidden-state layers. medusa: default none, e.g. 8 16 24 of 30; more guesses are right, and
+    stored states take more room. eagle3: default 2, L // 2, L - 3, which other engines expect."""
     start_from: str | None = None
     """Heads to start from, of the same options: a directory, a hub id or the name of heads that ship. A token
     map is taken from the new data all the same, of any size; fused_layers and more num_layers
@@ -87,7 +85,7 @@ class MedusaOptions:
 
 @dataclass(frozen=True)
 class Eagle3Options:
-    """An EAGLE-3 head. Its attention heads and rotary embedding are those of the base."""
+    """An EAGLE-3 head. Its attention heads and rotary embedding are like the base's."""
 
     intermediate_size: int = 0
     """Size of the layer's feed-forward part; 0 is the base's own."""
@@ -119,8 +117,7 @@ class DataOptions(TemplateOptions):
     tokens_per_batch: int = 4096
     """Tokens of a micro-batch per process, padding included; a longer document is one by itself."""
     max_repeated_fraction: float | None = None
-    """Drop answers of which more than this fraction of 8-token runs occurred before (loops); 0.3 is
-    sensible."""
+    """Drop answers with more than this fraction of repeated 8-token runs (loops); 0.3 is sensible."""
     drop_duplicates: bool = False
     """Drop documents that are equal to an earlier one, token for token."""
     held_out_fraction: float = 0.05
@@ -165,7 +162,7 @@ class LossOptions:
 
     @property
     def soft_weight(self) -> float:
-        """The part of KL in what is minimised."""
+        """The weight of KL in the loss."""
         return {"ce": 0.0, "kl": 1.0, "blend": self.kl_weight}[self.objective]
 
 
@@ -174,9 +171,9 @@ class JointOptions:
     """Joint training (Medusa-2): heads and a LoRA adapter on the base, which then writes other text."""
 
     joint: bool = False
-    """Train heads alone first, then heads and a LoRA adapter on the base together."""
+    """Train first only the heads, then heads and a LoRA adapter on the base together."""
     joint_warmup_fraction: float = 0.3
-    """Part of the run in which the heads are trained alone, 0 to 1."""
+    """Fraction of the run in which only the heads are trained, 0 to 1."""
     base_objective: Literal["kl", "ce"] = "kl"
     """What the adapted base is held to. kl: its own distribution with the adapter switched off
     (self-distillation). ce: the text's own tokens."""
@@ -254,21 +251,21 @@ class OptimisationOptions:
 
 
 LIMITS = ("num_epochs", "max_steps", "max_minutes")
-"""Keys of which one must say how long to train."""
+"""Keys that limit the length of training; one is required."""
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the run leaves behind and reports on the way."""
+    """The output and the reports of a run."""
 
     output_dir: str
     """Directory of the run; the heads are written to output_dir/heads."""
     overwrite: bool = False
     """Replace an earlier run in output_dir."""
     resume: Literal["never", "always", "auto"] = "never"
-    """always, or --resume alone: continue from the latest checkpoint in output_dir. auto: the same where
-    there is one, else start; so one command starts a run and continues it. A finished run stays as it is,
-    unless a limit is higher now."""
+    """always, or --resume alone: continue from the latest checkpoint in output_dir. auto: the same if there
+    is one, else start; so one command starts a run and continues it. A finished run is not changed, unless a
+    limit is higher now."""
     inspect: bool = False
     """Print a sample of documents, the tokens trained on in colour, and stop."""
     stop_after: Literal["states"] | None = None
@@ -282,12 +279,12 @@ class RunOptions:
     checkpoint_minutes: float | None = 30.0
     """Minutes of optimisation between checkpoints; none for none. SIGTERM leaves one in any case."""
     checkpoint_steps: int | None = None
-    """Steps between checkpoints, beside those of checkpoint_minutes."""
+    """Steps between checkpoints, in addition to checkpoint_minutes."""
     keep_checkpoints: int = 2
     """Checkpoints kept."""
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
     """Experiment tracker that gets every log entry; a resumed run goes on there as the same run. After a
-    SIGKILL wandb may lack what it was told in the last seconds; metrics.jsonl has it."""
+    SIGKILL wandb may lack the entries of the last seconds; metrics.jsonl has them."""
     project: str = "medusa-heads"
     """Project name for the tracker."""
     states_dir: str | None = None
@@ -309,7 +306,7 @@ class RunOptions:
 
 
 KINDS = {"medusa": ("medusa",), "eagle3": ("eagle3",), "mtp": (), "joint": ("medusa", "joint")}
-"""The groups of options that each kind of training reads beside those that all do."""
+"""The groups of options of each kind of training, besides the common ones."""
 _LAUNCHED_PRECISIONS = {"no": "fp32", "bf16": "bf16"}
 
 
@@ -389,7 +386,7 @@ class TrainingConfiguration:
         return self.kind in ("eagle3", "mtp")
 
     def heads_config(self, base: CausalLM) -> HeadsConfig | Eagle3Config | MtpConfig:
-        """The heads that are asked for, on ``base``.
+        """The configured heads, on ``base``.
 
         Raises:
             ValueError: there are no such heads.
@@ -446,7 +443,7 @@ RESUMABLE_KEYS = frozenset(
         *MEMORY_KEYS,
     )
 ) | {each.name for each in dataclasses.fields(RunOptions)}
-"""Keys that a resumed run may change: how long, how fast, what it reports, and :data:`MEMORY_KEYS`."""
+"""Keys that a resumed run may change: length, speed, reports, and :data:`MEMORY_KEYS`."""
 
 
 def changed_keys(earlier: Mapping[str, Any], now: TrainingConfiguration) -> list[str]:

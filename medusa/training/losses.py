@@ -1,8 +1,8 @@
 """What every kind of training minimises: targets, objectives, and a loss that never holds all logits.
 
-The token at position j of a document is the target of depth d when it is a label token; the hidden
-state that predicts it then stands at j - 1 - d of the same document. Depth 0 is the base model's own
-head. So all heads and the base share their targets, and a teacher row serves every head.
+The token at position j of a document is the target of depth d when it is a label token; the hidden state that
+predicts it is at j - 1 - d of the same document. Depth 0 is the base model's own head. So all heads and the
+base share their targets, and a teacher row serves every head.
 
     L = sum over depths d of (sum over targets of w_d * loss_d) / num_scored_d
 
@@ -11,8 +11,8 @@ targets block by block: forward, loss and backward of one block of logits (C, V)
 exists, and only the gradients stay. To autograd (and to whatever wraps the module: DDP, accelerate) it is one
 function of the hidden states and the parameters.
 
-Where processes split the heads among them, all blocks of one depth come before those of the next, so that one
-head is whole at a time. The teacher then sees each block once for each depth.
+If the heads are sharded over processes, all blocks of one depth come before the blocks of the next, so that
+one head is gathered at a time. The teacher then sees each block once for each depth.
 
 ``num_scored`` is given from outside, so that micro-batches and processes add up to exactly the gradient
 of the joined batch.
@@ -43,11 +43,11 @@ class Alignment:
     columns: Tensor
     """(S,) long: the logits column of each target."""
     sources: Tensor
-    """(K + 1, S) long: index in [0, P) of the state from which depth d predicts it; -1 where that position
-    lies before the document. Row 0 belongs to the base's own head."""
+    """(K + 1, S) long: index in [0, P) of the state from which depth d predicts it; -1 where that position is
+    before the document. Row 0 belongs to the base's own head."""
     preceding: Tensor
-    """(K, S) long: the token d places before each target, in row d - 1; any token before the document. The
-    path that depth d continues is its first d rows, the nearest first."""
+    """(K, S) long: row d-1 holds the token d positions before each target (undefined before the document
+    start). The path of depth d is the first d rows, the nearest first."""
     unmapped: Tensor
     """(K, U) long: the sources, by depth, of the U label tokens that have no column; -1 as above."""
 
@@ -160,18 +160,18 @@ def teacher_of(base: CausalLM, token_map: Tensor | None = None) -> Teacher:
 
 S = TypeVar("S", bound=tuple)
 _TILE_ELEMENTS = 2**18
-"""Logits that a CPU counts at a time: what it makes of them stays in its caches."""
+"""Logits that a CPU processes at a time, so that intermediate results stay in its caches."""
 
 
 class LossSums(NamedTuple):
     """Sums over targets by depth, (K,) each; not means, so that micro-batches and processes add up."""
 
     loss: Tensor
-    weighted: Tensor  # what is minimised: each loss times the weight of its target
+    weighted: Tensor  # the objective: each loss times the weight of its target
     top1: Tensor  # long; targets that were the first guess
     top5: Tensor  # long; targets among the first five guesses
-    num_labels: Tensor  # long; targets, those without a column included: what a hit rate divides by
-    num_scored: Tensor  # long; targets with a column: what the loss divides by
+    num_labels: Tensor  # long; all targets, the denominator of a hit rate
+    num_scored: Tensor  # long; targets with a column, the denominator of the loss
 
     @classmethod
     def zeros(cls, num_depths: int, device: torch.device | str = "cpu") -> LossSums:
@@ -184,7 +184,7 @@ class LossSums(NamedTuple):
         return (self.weighted / num_scored.clamp(min=1)).sum()
 
     def metrics(self, name: str) -> dict[str, float]:
-        """``name/loss``, what is minimised, and by depth d ``name/loss_d``, ``name/top1_d``, ``name/top5_d``.
+        """``name/loss``, the total, and by depth d ``name/loss_d``, ``name/top1_d``, ``name/top5_d``.
 
         Empty when there are no labels.
         A target that the heads have no column for counts as a miss in the hit rates and not in the loss.
@@ -214,7 +214,7 @@ def to_lists(sums: tuple) -> list[Any]:
 
 
 def from_lists(zeros: S, saved: list[Any]) -> S:
-    """The sums that :func:`to_lists` was given; types and device are those of ``zeros``."""
+    """The inverse of :func:`to_lists`; types and device are taken from ``zeros``."""
     pairs: Any = zip(zeros, saved, strict=True)
     return type(zeros)(*(a.new_tensor(b) if isinstance(a, Tensor) else from_lists(a, b) for a, b in pairs))
 
@@ -252,7 +252,7 @@ class SplitHeads:
     """
 
     def __init__(self, heads: MedusaHeads, mesh: DeviceMesh):
-        """Split the parameters of ``heads`` that one head alone reads; the values are the first process's."""
+        """Shard the parameters of ``heads`` that only one head reads; the values are the first process's."""
         self._mesh = mesh
         self._places = [_places_of(heads, index) for index in range(heads.num_heads)]
         for places in self._places:
@@ -269,8 +269,8 @@ class SplitHeads:
     def gathered(self, index: int, gradients: dict[Tensor, Tensor]) -> Iterator[dict[Tensor, Tensor]]:
         """Within the block the head at ``index`` (from 0) has its whole parameters, and no other has.
 
-        ``gradients`` come back with a tensor for each whole parameter whose part has one there. What was
-        added to these is afterwards averaged over the processes, and added to the gradients of the parts.
+        Yields ``gradients`` with a tensor for each gathered parameter whose shard has one. Values added to
+        these are afterwards averaged over the processes, and added to the gradients of the shards.
         """
         parts = [(module, name, getattr(module, name)) for module, name in self._places[index]]
         found: dict[DTensor, Tensor] = {}
@@ -345,7 +345,7 @@ class FusedLoss:
     observe: Callable[[Tensor, TargetBlock], None] | None = None
     """Sees log q (C, V') and the targets of every block."""
     num_unmapped: Tensor | int = 0
-    """(K,) label tokens that no column stands for: misses in the hit rates."""
+    """(K,) label tokens without a column: misses in the hit rates."""
     sums: LossSums = field(init=False)
     """What was counted so far."""
 
@@ -360,7 +360,7 @@ class FusedLoss:
     ) -> FusedLoss:
         """What heads minimise on the targets of ``alignment``: targets of depth d weigh decay^d.
 
-        ``sources`` are those of the alignment by default; ``reading`` are the other fields.
+        ``sources`` are by default the alignment's; ``reading`` are the other fields.
 
         Raises:
             ValueError: the objective needs a teacher, and there is none.
@@ -445,7 +445,7 @@ class FusedLoss:
             gradients[states].index_add_(0, sources, found[-1].to(states.dtype))
 
     def _scored(self, index: int, logits: Tensor, targets: TargetBlock) -> Tensor:
-        """The gradient (C, V') of what is minimised to a block of logits (C, V'), which is added to the sums.
+        """The gradient (C, V') of the loss with respect to a block of logits (C, V'), whose sums are added.
 
         Targets that are not scored are not counted.
         """
@@ -486,5 +486,5 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: these gradients become those of the parameters, and no second copy of them is held.
+        # In place: these tensors become the parameters' gradients, without a second copy.
         return (None, *(None if each is None else each.mul_(upstream) for each in ctx.saved_tensors))

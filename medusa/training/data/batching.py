@@ -61,7 +61,7 @@ class PaddedBatch:
     """A micro-batch as the base model reads it."""
 
     input_ids: Tensor  # (B, T) long; padding is token 0
-    positions: Tensor  # (B, T) long; 0 where a document begins and where padding behind packed ones does
+    positions: Tensor  # (B, T) long; 0 at the start of a document and of padding after packed ones
     is_label: Tensor  # (B, T) bool
 
     def to(self, device: torch.device) -> PaddedBatch:
@@ -76,12 +76,12 @@ class PaddedBatch:
 
 
 def collate(documents: Documents, rows: Sequence[Sequence[int]]) -> PaddedBatch:
-    """Rows of documents, one behind the other, padded on the right to the longest row. Without rows one token
-    that is no label: a process that has nothing to do meets the others all the same.
+    """Rows of packed documents, padded on the right to the longest row. Without rows one unlabelled token: an
+    idle process still takes part in collective operations.
 
-    transformers keeps documents of a row apart where ``position_ids`` restart and no mask is given.
-    The padding behind a single document continues its positions: causal attention hides it already,
-    and a batch without restarts needs no mask at all.
+    transformers separates documents of a row where ``position_ids`` restart and there is no mask. The padding
+    after a single document continues its positions: causal attention hides it already, and a batch without
+    restarts needs no mask at all.
     """
     height = max(1, len(rows))
     width = int(max((sum(documents.lengths[list(row)]) for row in rows), default=1))

@@ -7,8 +7,8 @@ memory or on the disk: made once by one process, in little memory, and mapped by
     counts.json     what became of the rows
     checksums.json  the SHA-256 of each of these files; written last
 
-The directory's name is a digest of what the documents depend on: the data files, how they are cut and
-filtered, the tokenizer and its chat template, and the version of medusa that made them.
+The directory's name is a digest of all inputs: the data files, how they are cut and filtered, the tokenizer
+and its chat template, and the version of medusa that made them.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Dataset:
     held_out: Documents
     counts: dict[str, int]
     template_options: list[dict[str, Any]] = field(default_factory=list)
-    """What the chat template was told of them: every different one."""
+    """The chat template options of the documents: every different set."""
 
     def summary(self) -> str:
         return ", ".join(f"{count:,} {name}" for name, count in self.counts.items())
@@ -189,7 +189,7 @@ def read_documents(directory: Path) -> Documents:
     starts = np.load(directory / STARTS)
     if not starts[-1]:
         return Documents.of([])
-    # "c": whoever writes to a page gets a copy of his own, which torch wants to hear.
+    # "c" (copy on write): torch warns about arrays that cannot be written.
     tokens = np.memmap(directory / TOKENS, np.int32, mode="c")
     return Documents(tokens, np.memmap(directory / LABELS, bool, mode="c"), starts)
 
@@ -201,8 +201,7 @@ def write_dataset(
     counts: dict[str, int],
     template_options: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write ``documents`` in two parts, what became of the rows, and what the chat template was told; whole
-    or not at all.
+    """Write ``documents`` in two parts, the counts of rows, and the chat template options; atomically.
 
     A run that began at the same time may have written them: the same, since the data is in the name.
     """

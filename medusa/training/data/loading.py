@@ -1,16 +1,15 @@
 """From data files to documents to train on and documents to measure on, and how to look at them.
 
-A document is a conversation as the model sees it, with the parts that the model itself would have written. An
-answer is rendered behind the very text that inference puts before it: the chat template of the
-messages so far, with its generation prompt. The answer and the end-of-turn token are labels; what the
-template adds after that (a newline, say) is not, and neither is the end of an answer that was cut. Reasoning
-and tool calls are labels as the template writes them, since the model wrote them so. What the model cannot
-have written is left out and counted: an answer without the reasoning that the template opens, reasoning or
-tool calls that the template does not show.
-Turns of one conversation make one document as long as each prompt continues the text before it;
-where a template rewrites its history, an answer gets a document of its own.
-A tokenizer without a chat template belongs to a model that continues text: a message and its answer are a
-text and how the model went on.
+A document is a conversation in the model's format, with labels on the parts that the model itself would have
+written. An answer is rendered after exactly the same text as at inference: the chat template of the messages
+so far, with its generation prompt. The answer and the end-of-turn token are labels; text that the template
+adds after it (a newline, say) is not, and neither is the end of a truncated answer. Reasoning and tool calls
+are labels as the template writes them, since the model wrote them so. Answers that the model cannot have
+written are left out and counted: an answer without the reasoning that the template opens, reasoning or tool
+calls that the template does not show. Turns of one conversation form one document while each prompt continues
+the text before it; where a template rewrites its history, an answer gets a document of its own. A tokenizer
+without a chat template belongs to a model that continues text: a message and its answer are a text and how
+the model went on.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from medusa.training.data.dataset import (
 from medusa.training.data.reading import Example, read_examples
 
 _MOST_REMEMBERED = 8
-"""Different things that a chat template was told, which heads remember."""
+"""Largest number of different chat template options that heads record."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +64,15 @@ class RenderedText:
 
 
 class Renderer:
-    """Renders examples with one tokenizer's chat template, which is told ``template_kwargs`` where an example
-    does not say it itself; ``skipped`` counts the answers left out by why."""
+    """Renders examples with one tokenizer's chat template; ``template_kwargs`` are defaults for examples
+    without their own. ``skipped`` counts the answers left out, by reason."""
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None):
         self.tokenizer, self.template_kwargs = tokenizer, template_kwargs or {}
         check_template_kwargs(self.template_kwargs)
         self.skipped: Counter[str] = Counter()
         self.template_options: list[dict[str, Any]] = []
-        """What it was told, tools and documents left out: every different one."""
+        """The options used, without tools and documents: every different set."""
 
     def render(self, example: Example) -> list[RenderedText]:
         """The documents of one example; none when no assistant message answers anything.
@@ -133,8 +132,8 @@ class Renderer:
         return [RenderedText(text, ((len(prompt), len(text)),), True)]
 
     def _answered(self, example: Example, index: int, is_cut: bool) -> tuple[str, str]:
-        """What inference puts before the answer at ``index``, and what the model then wrote; nothing where
-        it cannot have written that."""
+        """The prompt of the answer at ``index``, and the text that the model then wrote; None where it cannot
+        have written that."""
         message, before = example.messages[index], example.messages[:index]
         options = dict(example.template_options)
         prompt = self._templated(before, example.origin, add_generation_prompt=True, **options)
@@ -148,7 +147,7 @@ class Renderer:
             begin, end = reasoning_tags(self.tokenizer.chat_template)
             if not end or calls:
                 return self._skip("reasoning that the template does not show")
-            # some templates take it out of what the model has said
+            # some templates remove it from earlier answers
             line = prompt.rpartition(begin)[2] if is_open else "\n"
             answer = ("" if is_open else begin + line) + reasoning
             answer += f"{line}{end}{2 * line}{content}" if content else ""
@@ -192,7 +191,7 @@ class Renderer:
 
     @cached_property
     def _behind_an_answer(self) -> tuple[str, str]:
-        """What the template writes after any answer, and what it adds where nothing is asked for after it.
+        """The template's text after any answer, and its text at the end of a conversation.
 
         The second is no word of the model's: Phi-3's template writes an end of text in place of the
         generation prompt. Where it is all that ends an answer, it is the first.
@@ -211,7 +210,7 @@ class Renderer:
         return (last[:end], last[end:]) if last[:end].strip() else (last, "")
 
     def _shown(self, messages: Sequence[Message], origin: str, **kwargs: Any) -> str:
-        """The conversation as far as it goes, without what the template adds where nothing follows."""
+        """The conversation so far, without the template's text at the end of a conversation."""
         return self._templated(messages, origin, **kwargs).removesuffix(self._behind_an_answer[1])
 
     def _templated(self, messages: Sequence[Message], origin: str, **kwargs: Any) -> str:
@@ -276,7 +275,7 @@ def _answer_indices(messages: Sequence[Message]) -> Iterator[int]:
 
 
 _LOOP_NGRAM = 8
-"""Tokens that have to repeat before a repetition counts as a loop; prose rarely repeats so many."""
+"""Number of repeated tokens from which a repetition counts as a loop; prose rarely reaches it."""
 
 
 def filtered(documents: Iterable[Document], options: DataOptions, counts: Counter[str]) -> Iterator[Document]:
@@ -320,9 +319,9 @@ def _repeated_fraction(tokens: np.ndarray) -> float:
 def held_out_indices(documents: Documents, fraction: float, at_most: int, seed: int) -> np.ndarray:
     """Indices, ascending, of the documents to measure on and never train on.
 
-    Chosen by a hash of the prompt and ``seed``: the same prompt always lies on the same side, so does a
-    document when others are added, until ``at_most`` is reached. The documents of at least one prompt are
-    held out when ``fraction`` is above 0 and there are two different prompts.
+    Chosen by a hash of the prompt and ``seed``: the same prompt is always on the same side, also when other
+    documents are added, until ``at_most`` is reached. The documents of at least one prompt are held out when
+    ``fraction`` is above 0 and there are two different prompts.
     """
     if fraction == 0 or at_most == 0:
         return np.zeros(0, dtype=np.int64)
@@ -357,17 +356,17 @@ def load_data(options: DataOptions, tokenizer: Any) -> Dataset:
     Raises:
         FileNotFoundError, ValueError: a source or a row cannot be read, or nothing is left to train on.
     """
-    with tempfile.TemporaryDirectory(prefix="medusa-") as directory:  # what is mapped stays readable
+    with tempfile.TemporaryDirectory(prefix="medusa-") as directory:  # mapped files stay readable
         return read_dataset(tokenised(options, tokenizer, Path(directory)))
 
 
 def tokenised(options: DataOptions, tokenizer: Any, directory: Path) -> Path:
-    """Where in ``directory`` the documents lie, tokenised now unless they were before; for one process.
+    """The path of the tokenised documents in ``directory``, which are made now if missing; for one process.
 
     No more than a batch of rows is in memory at a time.
 
     Raises:
-        FileNotFoundError, ValueError: see :func:`load_data`; or what lies there has been damaged.
+        FileNotFoundError, ValueError: see :func:`load_data`; or the files there are damaged.
     """
     target = directory / name_of(options, tokenizer)
     if target.exists():
@@ -430,12 +429,12 @@ def _rendered(
 
 
 def held_out_answers(provenances: Mapping[str, Mapping[str, Any]], tokenizer: Any) -> list[AnsweredTokens]:
-    """The conversations that training runs held out, found again from what their heads say of themselves:
-    those that all runs of ``provenances`` (by label) share.
+    """The conversations that training runs held out, reconstructed from the provenance of their heads: the
+    intersection over all runs of ``provenances`` (by label).
 
     Raises:
-        ValueError: some heads do not say what they were trained on, two runs held out other conversations, or
-            the data are no longer what they were.
+        ValueError: some heads do not record their data, two runs held out other conversations, or the data
+            have changed.
         FileNotFoundError: the data are not there.
     """
     (first, provenance), *others = provenances.items()

@@ -188,7 +188,7 @@ def _hub_rows(source: str, split: str) -> Iterator[Any]:
 def _as_written(row: dict[str, Any]) -> dict[str, Any]:
     """A row of Arrow's without the nulls that are Arrow's own: it gives every object the keys of all.
 
-    A null in a list stays, and so does that of a message, which says that it has no content.
+    A null in a list is kept, and so is the null of a message, which then has no content.
     """
     kept = _without_nulls(row)
     for name in _CONVERSATIONS:

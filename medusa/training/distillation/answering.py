@@ -31,12 +31,12 @@ from medusa.prompts import encode_messages, split_reasoning
 
 _RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _REFUSED_CLIENT = frozenset({401, 402, 403, 404, 405})
-"""Statuses that say something of whoever asks, and where; every other request would get them too."""
+"""Statuses about the client or the address; every other request would get them too."""
 REQUEST_SECONDS = 600.0
 MAX_ATTEMPTS = 6
 """Tries per request."""
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
-"""Seconds between two tries: twice as many each time, or what the server asks, up to the second."""
+"""Seconds between two tries: doubled each time, or as the server asks, up to the second number."""
 _ENDED = frozenset({"stop", "tool_calls", "function_call"})
 """Finish reasons of an answer that came to its own end."""
 
@@ -61,10 +61,9 @@ class ChatEndpoint:
     """A server that speaks ``POST {url}/chat/completions``. Safe to call from several threads.
 
     Args:
-        url: up to and including the version, for example ``http://localhost:8000/v1``.
-        model: the name the server knows the model by.
-        api_key: sent as a bearer token; by default the environment's OPENAI_API_KEY, if set.
-        say: is told when the server asks for a longer wait.
+        url: up to and including the version, for example ``http://localhost:8000/v1``. model: the server's
+        name of the model. api_key: sent as a bearer token; by default the environment's OPENAI_API_KEY, if
+        set. say: called with a message when the server asks for a longer wait.
     """
 
     def __init__(
@@ -103,10 +102,10 @@ class ChatEndpoint:
         """The model's answer to ``messages``; ``template_options`` are tools, and what its template gets.
 
         Raises:
-            Refusal: the server refuses this request (HTTP 4xx), for example as too long, or answers it
-                :data:`MAX_ATTEMPTS` times with what is no answer.
-            PermissionError: the server refuses whoever asks, or knows no such model.
-            ConnectionError: no answer after as many tries.
+            Refusal: the server refuses this request (HTTP 4xx), for example as too long, or returns invalid
+                answers :data:`MAX_ATTEMPTS` times.
+            PermissionError: the server refuses the client, or has no such model. ConnectionError: no answer
+            after this number of tries.
         """
         options = dict(template_options or {})
         request = {
@@ -170,7 +169,7 @@ def _reply(response: httpx.Response) -> Reply | None:
         said = {key: given.get(key) for key in ("content", *ANSWER_KEYS)}
         (message,) = read_messages([{"role": "assistant", **said}], "the answer")
         for call in message.get("tool_calls", ()):
-            call.pop("id", None)  # of this answer alone
+            call.pop("id", None)  # specific to this answer
         check_keepable(message, "the answer")
         counted = (body.get("usage") or {}).get("completion_tokens")
         num_tokens = counted if isinstance(counted, int) and 0 <= counted < 2**31 else 0
@@ -183,11 +182,11 @@ def _reply(response: httpx.Response) -> Reply | None:
 
 
 MAX_PERIOD, MIN_REPEATED = 64, 48
-"""Tokens of a stretch that is said again and again, at most; and of its repetitions, at least."""
+"""Largest length of a repeated stretch, in tokens, and smallest length of its repetitions."""
 
 
 def repeated_tail(tokens: Sequence[int]) -> int:
-    """How many tokens at the end only repeat what stands before them; 0 when it is no loop.
+    """The number of tokens at the end that only repeat earlier ones; 0 when it is no loop.
 
     A loop is a stretch of tokens said at least three times, within the bounds above. Taking that many tokens
     off leaves the stretch said once.
@@ -257,7 +256,7 @@ Outcome = tuple[Conversation, Reply | Refusal]
 class Answerer(Protocol):
     """Answers conversations until ``next_conversation`` gives None and all that were taken are done.
 
-    When ``is_time_up`` it hands back what it has of those under way, as cut replies, or drops them.
+    When ``is_time_up`` running answers are returned as cut replies, or dropped.
     """
 
     def replies(
@@ -357,8 +356,8 @@ class LocalAnswerer:
 class EndpointAnswerer:
     """Chat endpoints that serve one model, ``concurrency`` requests at once to each.
 
-    The one that is asked least takes the next conversation. One that gives no answers any more is given up,
-    and what it was asked is asked of the others.
+    The least busy endpoint takes the next conversation. An endpoint that stops answering is dropped, and its
+    conversations go to the others.
     """
 
     def __init__(
@@ -368,7 +367,7 @@ class EndpointAnswerer:
         max_new_tokens: int,
         say: Callable[[str], None] = lambda text: None,
     ):
-        """``say`` is told of endpoints that are given up."""
+        """``say`` is called with a message for each dropped endpoint."""
         self.endpoints, self.concurrency, self.max_new_tokens = endpoints, concurrency, max_new_tokens
         self.say = say
 
@@ -378,7 +377,7 @@ class EndpointAnswerer:
         """See :class:`Answerer`.
 
         Raises:
-            ConnectionError, PermissionError: no endpoint is left; what the last one said.
+            ConnectionError, PermissionError: no endpoint is left; the error of the last one.
         """
         ended: SimpleQueue[tuple[ChatEndpoint, Conversation, Reply | Refusal | Exception]] = SimpleQueue()
         queues = {endpoint: SimpleQueue[Conversation]() for endpoint in self.endpoints}

@@ -1,15 +1,15 @@
 """Self-distillation: the base model answers the prompts that its heads are then trained on.
 
-Heads learn to foresee the base model, so its own answers are the data that works. What an answer
-says depends on the prompt's index, its temperature and the seed, never on batch size or order.
-This module knows who is asked what and what is kept; ``answering`` does the asking.
+Heads learn to predict the base model, so its own answers are the data that works. The text of an answer
+depends on the prompt's index, its temperature and the seed, never on batch size or order. This module
+schedules prompts and stores answers; ``answering`` gets them.
 
 The answers are append-only JSON lines, safe to kill at any moment:
 
     {"index": 3, "category": "qa", "messages": [...], "temperature": 0.8, "finish_reason": "stop"}
 
-``index`` counts the prompts from 0, so a later run knows what is done. Beside ``data.jsonl`` stands
-``data.config.json``, what the answers were made with: a file never mixes two configurations.
+``index`` counts the prompts from 0, so a later run knows what is done. Beside ``data.jsonl``,
+``data.config.json`` has the configuration of the answers: a file never mixes two configurations.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DistillationReport:
     num_tokens: int = 0
     """Of the answers."""
     num_reasoned: int = 0
-    """Answers with reasoning, which is kept apart."""
+    """Answers with reasoning, which is stored separately."""
     num_characters: int = 0
     """Of the answers, their reasoning included."""
     num_reasoning: int = 0
@@ -142,7 +142,7 @@ def distill(
     count_tokens: CountTokens = lambda num_tokens: None,
     when_ended: Callable[[DistillationReport], None] = lambda report: None,
 ) -> DistillationReport:
-    """Answer ``conversations`` into ``answers``, in the order they end, and say what was done.
+    """Answer ``conversations`` into ``answers``, in the order they end, and report the counts.
 
     ``count_tokens`` is called as tokens come, ``when_ended`` after each conversation.
 

@@ -4,11 +4,11 @@
 
 which is eq. 1 of arXiv 2401.10774, averaged over targets.
 
-A head that runs ahead (an EAGLE-3 head, or the layers for multi-token prediction that the base comes with) is
-unrolled as deep as it will draft (arXiv 2503.01840, training-time test). At depth d it has run d times, each
-time but the first on what it gave itself and the text's own token. ``loss_d`` is the objective on the last of
-these: cross-entropy, or KL to the base's own distribution over the tokens that the head scores. The rows that
-score them are the base's and stay frozen.
+An autoregressive head (an EAGLE-3 head, or the base's own layers for multi-token prediction) is unrolled to
+the depth of its drafts (arXiv 2503.01840, training-time test). At depth d it has run d times, each time but
+the first on its own output and the text's own token. ``loss_d`` is the objective on the last of these:
+cross-entropy, or KL to the base's own distribution over the tokens that the head scores. The LM head's rows
+are the base's and stay frozen.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SCALE_DOCUMENTS = 16
 
 
 class MedusaRecipe(Recipe):
-    """Medusa heads alone."""
+    """Medusa heads on a frozen base."""
 
     loss: HeadsLoss
 
@@ -121,7 +121,7 @@ class HeadsLoss(nn.Module):
 
 
 class AutoregressiveRecipe(Recipe):
-    """Such a head alone."""
+    """An autoregressive head on a frozen base."""
 
     def __init__(self, configuration: TrainingConfiguration, states: HiddenStateSource, training: Documents):
         head = built_heads(configuration, states.base, training)

@@ -5,11 +5,11 @@
 
     L_base = sum over targets of KL(p || q) / num_targets
 
-where q is the adapted base's distribution and p that of the same model with the adapter switched off
-(self-distillation); or L_base is the cross-entropy with the text's own tokens. lambda_0 stands in the first
-stage too, so that the second moments of the optimiser are of one scale throughout. The base runs once in the
-first stage, and in the second once with the adapter and, for self-distillation, once without: there is one
-base in memory. The second stage warms up like the first, for the adapter only.
+where q is the adapted base's distribution and p the distribution of the same model with the adapter switched
+off (self-distillation); or L_base is the cross-entropy with the text's own tokens. lambda_0 is used in the
+first stage too, so that the second moments of the optimiser are of one scale throughout. The base runs once
+in the first stage, and in the second once with the adapter and, for self-distillation, once without: there is
+one base in memory. The second stage warms up like the first, for the adapter only.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class JointRecipe(Recipe):
             )
 
     def parameter_groups(self) -> list[list[nn.Parameter]]:
-        """Those of the heads, then those of the adapter."""
+        """The heads' parameters, then the adapter's."""
         return [list(self.heads.parameters()), list(self.trained_adapter.parameters.values())]
 
     def begin_step(self, optimiser: torch.optim.Optimizer, peak: float, state: RunState) -> str | None:
@@ -276,11 +276,11 @@ class _JointLoss(nn.Module):
         """The loss, a scalar, and its sums; gradients reach the heads, and in the second stage the adapter.
 
         Args:
-            alignment: its sources count the B * T positions of ``batch`` row by row.
-            lm_head: the base's; never trained here.
-            num_scored: (K + 1,) targets of the whole optimisation step, those of the base's own row first.
-            teacher: needed by every objective of the heads but "ce". The adapted base is the heads'
-                teacher: its text is what they have to guess.
+            alignment: its sources count the B * T positions of ``batch`` row by row. lm_head: the base's;
+            never trained here. num_scored: (K + 1,) targets of the whole optimisation step, the base's own
+            row first.
+            teacher: needed by every objective of the heads but "ce". The adapted base is the heads' teacher:
+                they have to predict its text.
         """
         is_measuring, size = not torch.is_grad_enabled(), self.heads_loss.heads.config.hidden_size
         reference = None
@@ -341,7 +341,7 @@ class TrainedAdapter:
                 layer.forward = self._recomputed(layer.forward)
 
     def _recomputed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward``, of which only the input is kept for the backward pass."""
+        """``forward`` with gradient checkpointing: only its input is kept for the backward pass."""
 
         def run(*arguments: Any, **named: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -357,7 +357,7 @@ class TrainedAdapter:
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
-        """Within the block the base is what it was before."""
+        """Within the block the adapter is switched off."""
         self._wrapped.base_model.disable_adapter_layers()
         try:
             yield
@@ -381,7 +381,7 @@ class TrainedAdapter:
                 each.eval()
 
     def taken_out(self) -> Adapter:
-        """A copy of the adapter as it stands, on the CPU, as it is saved."""
+        """A copy of the current adapter, on the CPU, in the form that is saved."""
         weights = peft_library().get_peft_model_state_dict(self._wrapped, save_embedding_layers=False)
         config = self._wrapped.peft_config["default"].to_dict()
         return Adapter(

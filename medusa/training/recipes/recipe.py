@@ -31,7 +31,7 @@ from medusa.training.states.stored import HiddenStateSource
 
 @dataclass
 class RunState:
-    """Where a run stands: what its checkpoints say beside the tensors."""
+    """The progress of a run: the part of its checkpoints besides the tensors."""
 
     step: int = 0
     """Optimiser steps done."""
@@ -65,10 +65,9 @@ class RunState:
 
 
 class Recipe:
-    """A kind of training: its heads, loss, what that reads, sums and metrics, learning rates, what
-    is saved.
+    """A kind of training: its heads, loss and inputs, sums and metrics, learning rates, saved files.
 
-    What stands here suits heads that are trained alone, on a frozen base.
+    The defaults suit heads on a frozen base.
     """
 
     result: str = "heads"
@@ -77,9 +76,9 @@ class Recipe:
     def __init__(
         self, configuration: TrainingConfiguration, states: HiddenStateSource, heads: Heads, loss: nn.Module
     ):
-        """``loss`` is what is wrapped and optimised. It is called with what :meth:`read` gives, the base's
-        LM head, the targets of the whole step (K,) and the teacher; the loss () and its sums come
-        back."""
+        """``loss`` is the module that is wrapped and optimised. It is called with the result of :meth:`read`,
+        the base's LM head, the targets of the whole step (K,) and the teacher; it returns the loss () and its
+        sums."""
         self.configuration, self.states, self.heads, self.loss = configuration, states, heads, loss
         self.teacher = teacher_of(states.base, heads.token_map) if configuration.loss.needs_teacher else None
         self.columns: Tensor | None = None
@@ -127,16 +126,16 @@ class Recipe:
         return [list(self.heads.parameters())]
 
     def begin_step(self, optimiser: torch.optim.Optimizer, peak: float, state: RunState) -> str | None:
-        """Set the learning rates of the step after ``state``; the note that comes back is shown to the user.
+        """Set the learning rates of the step after ``state``; the returned note is shown to the user.
 
-        ``peak`` is what the schedule gives for now.
+        ``peak`` is the current value of the schedule.
         """
         for group in optimiser.param_groups:
             group["lr"] = peak
         return None
 
     def count_targets(self, documents: Documents) -> np.ndarray:
-        """(n, K) long: targets of each depth in each document; what a step's loss divides by."""
+        """(n, K) long: targets of each depth in each document, the denominator of a step's loss."""
         has_column = None if self.columns is None else self.columns.numpy() >= 0
         return documents.num_scored(self.heads.num_heads, has_column)
 
@@ -154,7 +153,7 @@ class Recipe:
 
 
 def built_heads(configuration: TrainingConfiguration, base: CausalLM, training: Documents) -> Any:
-    """Heads on the base's device, in float32: with random weights, those that the base comes with or those of
+    """Heads on the base's device, in float32: with random weights, the base's own layers or the weights of
     ``start_from``, and the most frequent labels of ``training`` in their token map if any.
 
     Raises:

@@ -135,7 +135,7 @@ def _start_tracker(configuration: TrainingConfiguration, accelerator: Accelerato
 def build_trainer(
     configuration: TrainingConfiguration, accelerator: Accelerator, console: Console
 ) -> Trainer | None:
-    """The trainer with its data, its base and its new heads, which it says what they are; None where the run
+    """The trainer with its data, its base and its new heads, after printing a description; None where the run
     ends with its stored states."""
     options, run = configuration.base, configuration.run
     directory = Path(run.documents_dir or RunDirectory(run.output_dir).documents)
@@ -179,7 +179,7 @@ def stored_states(
     """The states of the "training" and the "held-out" documents that the configured heads read, stored by all
     processes, each its own shards.
 
-    Of ``base`` its embeddings and configuration are enough; ``load`` gives what computes states, and is
+    ``base`` needs only embeddings and configuration; ``load`` returns the base that computes states, and is
     called only by processes that have shards to write, or by all where they share the base. So the whole base
     is in memory only while states are missing.
 
@@ -209,7 +209,7 @@ def stored_states(
         ):
 
             def begin() -> list[int]:
-                """Other runs may share the states: they wait, and find what was stored meanwhile."""
+                """Other runs may share the states: they wait, and reuse them."""
                 seconds = 30 * run.timeout_minutes  # the other processes wait too, twice as long
                 stack.enter_context(locked(directory, seconds, line.say))
                 return states.open(run.overwrite, line)  # noqa: B023

@@ -20,7 +20,7 @@ from medusa.training.data.dataset import Documents
 from medusa.trees.candidate_tree import CandidateTree
 
 NUM_NODES = 64
-"""Of the tree whose tokens per step are reported: what a GPU verifies in about the time of one node."""
+"""Nodes of the tree whose tokens per step are reported: a GPU verifies them in about the time of one node."""
 
 
 def one_line(name: str, metrics: Mapping[str, float]) -> str:
@@ -60,9 +60,9 @@ def replayed_metrics(
     and ``held_out/tokens_per_step_d`` by the first d of them.
 
     Replayed, not decoded: each head's guesses are read once along the answers of ``at_most`` documents. Each
-    half of the answers is judged with the tree of the other. ``states`` are those of these documents, where
-    they are known: the base is then not run. Empty without heads, and where a half has no answer long enough
-    to see every head guess.
+    half of the answers is judged with the tree of the other. ``states`` are the known hidden states of these
+    documents: the base is then not run. Empty without heads, and where a half has no answer long enough to
+    see every head guess.
     """
     rows = [(index, row) for index, row in enumerate(documents.answers(at_most)) if any(row.is_label[1:])]
     if heads is None or not rows:
@@ -82,8 +82,7 @@ _SECONDS_BETWEEN_PICTURES = 30.0
 def draw_training(entries: Sequence[Mapping[str, Any]], path: Path) -> bool:
     """Draw held-out top-1 by head and tokens per step against the training tokens seen, to ``path``.
 
-    ``entries`` are those of the metrics file. False, and no picture, where fewer than two evaluations make
-    no curve.
+    ``entries`` come from the metrics file. False, and no picture, with fewer than two evaluations.
     """
     points = [entry for entry in entries if "held_out/loss" in entry and entry.get("num_tokens")]
     if len(points) < 2:
@@ -156,8 +155,8 @@ def calibrated_tree(
     num_nodes: int,
     states: Sequence[Tensor] | None = None,
 ) -> CandidateTree | None:
-    """The best tree of ``num_nodes`` nodes on the held-out documents; None when no answer among them
-    is long enough to see every head guess. ``states`` are those of each document, where they are known."""
+    """The best tree of ``num_nodes`` nodes on the held-out documents; None when no answer among them is long
+    enough to see every head guess. ``states`` are the known hidden states of each document."""
     answers = held_out.answers()
     if not any(sum(row.is_label) > heads.num_heads + 1 for row in answers):
         return None

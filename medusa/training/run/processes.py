@@ -1,12 +1,12 @@
 """How the processes of a launch share one run: plain, DDP, DeepSpeed's ZeRO, FSDP2.
 
-Only the heads and their optimiser are ever sharded. The frozen base is no part of what is wrapped, so every
-process holds all of it.
+Only the heads and their optimiser are ever sharded. The frozen base is not wrapped, so every process holds
+all of it.
 
 A head's loss reads all parameters in one autograd function, past the forward passes of the modules that own
-them. Whatever gathers sharded parameters must therefore gather those of the whole loss when its forward pass
-begins: FSDP2 does when nothing below the root is wrapped, ZeRO-3 when the loss is a leaf to it. FSDP2 is not
-given what belongs to one head alone: the loss splits and gathers that itself, head by head.
+them. So all sharded parameters of the loss must be gathered when its forward pass begins: FSDP2 does this
+when nothing below the root is wrapped, ZeRO-3 when the loss is a leaf module. Parameters of a single head are
+not given to FSDP2: the loss shards and gathers them itself, head by head.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def new_accelerator(optimisation: OptimisationOptions, run: RunOptions) -> Accel
     """An accelerator for the processes that were launched, with the run's precision; no tracker yet.
 
     Raises:
-        ValueError: the launch asked for what this machine cannot give.
+        ValueError: the launch asked for a device or precision that this machine lacks.
     """
     check_launch()
     has_device = torch.accelerator.is_available()
@@ -91,7 +91,7 @@ def new_accelerator(optimisation: OptimisationOptions, run: RunOptions) -> Accel
 
 
 def on_main_process(accelerator: Accelerator, work: Callable[[], T]) -> T:
-    """What ``work`` gives on the main process, on all of them; what it raises ends them all.
+    """The result of ``work`` on the main process, broadcast to all; its exception ends all of them.
 
     The error itself is raised on the main process; the others end with status 1 and leave the word to it.
     """
@@ -182,9 +182,10 @@ def check_launch() -> None:
 
 
 def shard_heads(accelerator: Accelerator, shard: Callable[[DeviceMesh], list[nn.Parameter]]) -> None:
-    """Under FSDP2 let ``split`` share out what FSDP2 is then to leave alone; before there is an optimiser.
+    """Under FSDP2 let ``shard`` shard the parameters that FSDP2 then ignores; call it before there is an
+    optimiser.
 
-    FSDP2 then keeps from changing types too: what it does not gather would be of another type.
+    FSDP2 then does not change types either: ignored parameters would have another type.
     """
     if accelerator.is_fsdp2:
         accelerator.state.fsdp_plugin.mixed_precision_policy = None
@@ -195,7 +196,8 @@ def shard_heads(accelerator: Accelerator, shard: Callable[[DeviceMesh], list[nn.
 def wrap(
     accelerator: Accelerator, loss: nn.Module, optimiser: torch.optim.Optimizer, max_grad_norm: float
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The loss and the optimiser, wrapped as the launch wants; what comes back is called like the loss."""
+    """The loss and the optimiser, wrapped as the launch requires; the wrapped loss is called like the
+    loss."""
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return accelerator.prepare(loss, optimiser)
     plugin = accelerator.state.deepspeed_plugin
@@ -214,8 +216,8 @@ def wrap(
 
 
 class _Anchored(nn.Module):
-    """A loss whose first argument wants a gradient: ZeRO-3 lets a leaf's parameters go when the gradients of
-    its inputs are there, and at once when no input wants one."""
+    """Adds a dummy input that requires grad: otherwise ZeRO-3 releases a leaf module's parameters before
+    backward."""
 
     def __init__(self, loss: nn.Module):
         super().__init__()
@@ -232,7 +234,8 @@ def _with_anchor(module: nn.Module, arguments: tuple) -> tuple:
 
 
 def local_shard(batches: list[MicroBatch], accelerator: Accelerator) -> list[MicroBatch]:
-    """This process's part: as many for each, since all meet in every forward pass, some of them empty."""
+    """This process's share: the same number for each, some of them empty, since all take part in every
+    forward pass."""
     share = batches[accelerator.process_index :: accelerator.num_processes]
     most = -(-len(batches) // accelerator.num_processes)
     return share + [[] for _ in range(most - len(share))]
@@ -279,8 +282,8 @@ def _num_restarts() -> int:
 
 
 def _apart_from_earlier(url: str, **options: Any) -> Iterator[tuple[Store, int, int]]:
-    """A part of the launcher's store for this restart alone: the addresses of the processes before still
-    stand in it, and PyTorch would connect to those (pytorch/pytorch issue 135712)."""
+    """A prefix of the launcher's store for this restart: it still holds the addresses of earlier processes,
+    and PyTorch would connect to them (pytorch/pytorch issue 135712)."""
     for store, rank, world_size in rendezvous(url.replace(_RESTARTED, "env", 1), **options):
         yield PrefixStore(f"restart_{_num_restarts()}", store), rank, world_size
 

@@ -10,7 +10,7 @@
     heads/           the result
     tracker.json     by which the tracker knows the run when it goes on
 
-Everything that appears under its name is complete: it was written under another name, and lay on the disk
+Everything that appears under its name is complete: it was written under another name, and flushed to disk
 before it was renamed.
 """
 
@@ -68,8 +68,8 @@ _CHECKPOINTS_LAYOUT = Layout(
 
 
 class RunDirectory:
-    """The files of one run. Methods that write are for the main process; those that take an accelerator are
-    for all."""
+    """The files of one run. Methods that write are for the main process; methods with an accelerator are for
+    all."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -90,8 +90,8 @@ class RunDirectory:
             FileExistsError: something other than the data is here, and neither overwrite nor resume is set;
                 or heads that only a run from the start could follow.
             FileNotFoundError: there is nothing to resume.
-            ValueError: the run to resume had another configuration; or overwrite would remove what is read;
-                or states or documents would lie where the run puts something else.
+            ValueError: the run to resume had another configuration; or overwrite would remove an input; or
+                states or documents would be in a place of other outputs.
         """
         self._check_shared(configuration)
         resume = configuration.run.resume
@@ -123,7 +123,7 @@ class RunDirectory:
             check_writable_target(self.path)
 
     def _check_shared(self, configuration: TrainingConfiguration) -> None:
-        """Raise ValueError where the directories that runs may share are what this run replaces."""
+        """Raise ValueError where directories that runs may share would be replaced by this run."""
         replaced = [os.path.realpath(each) for each in (self.heads, self.best, self.checkpoints)]
         for name in ("states_dir", "documents_dir"):
             given = getattr(configuration.run, name)
@@ -150,9 +150,9 @@ class RunDirectory:
         )
 
     def start(self, configuration: TrainingConfiguration) -> list[Path]:
-        """Write the configuration; ``overwrite`` removes what an earlier run left, all but stored states.
+        """Write the configuration; ``overwrite`` removes the files of an earlier run, except stored states.
 
-        What was removed comes back.
+        Returns the removed paths.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         removed = self._earlier_run(configuration) if configuration.run.overwrite else []
@@ -260,7 +260,7 @@ class RunDirectory:
     def load_checkpoint(self, accelerator: Accelerator, now: RunState) -> tuple[RunState, list[str]]:
         """Put the latest whole checkpoint into everything that ``accelerator`` prepared.
 
-        Where the run stood comes back, and what was wrong with later checkpoints, which are removed.
+        Returns the progress of the run, and the faults of later checkpoints, which are removed.
 
         Raises:
             ValueError: none is whole; or it is of a run with other documents or another number of processes
@@ -310,7 +310,7 @@ class RunDirectory:
         return sorted(path for path in self.checkpoints.glob("step-*") if (path / _STATE_FILE).exists())
 
     def _latest_whole(self) -> tuple[Path, list[str]]:
-        """The latest checkpoint whose files are what was written; what is wrong with later ones, which go."""
+        """The latest intact checkpoint, and the faults of later ones, which are removed."""
         damage: dict[Path, str] = {}
         for path in reversed(self._checkpoints()):
             if (found := _damage(path)) is None:
@@ -324,7 +324,7 @@ class RunDirectory:
         )
 
     def _foreign_entries(self, data: Iterable[str]) -> bool:
-        """Whether anything is here apart from hidden files and the data files with their companions."""
+        """Whether anything is here except hidden files and the data files with their companions."""
         if not self.path.is_dir():
             return self.path.exists()
         # realpath goes on where Path.resolve raises a RuntimeError: at a link that leads to itself

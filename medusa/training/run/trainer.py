@@ -1,8 +1,8 @@
 """The training loop of every kind of training; the recipe has what differs.
 
 An optimisation step is a group of micro-batches, ``gradient_accumulation_steps`` for each process. All
-processes see the same plan of groups and take their own part of it. What a step divides by, the number
-of targets in the group, is known from the plan, so no process has to ask another.
+processes see the same plan of groups and take their own part of it. The denominator of a step, the number of
+targets in the group, is known from the plan, so no communication is needed.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Schedule:
 
 
 class Trainer:
-    """One run: what is trained, its optimiser, and where the run stands."""
+    """One run: its module, optimiser and progress."""
 
     def __init__(self, recipe: Recipe, accelerator: Accelerator, data: Dataset, console: Console):
         """
@@ -125,8 +125,8 @@ class Trainer:
         """Of the last step, before it was clipped."""
 
     def train(self) -> dict[str, float]:
-        """Train until a limit is reached and write the heads; the metrics on the held-out documents at the
-        end come back.
+        """Train until a limit is reached and write the heads; returns the final metrics on the held-out
+        documents.
 
         Raises:
             SystemExit: SIGTERM came; a checkpoint is written, and the status is
@@ -211,7 +211,7 @@ class Trainer:
         ``is_finished`` says that they are the run's result, to which nothing is to be added.
 
         Raises:
-            OSError: the disk refused; what was in ``directory`` is untouched.
+            OSError: the disk refused; the old content of ``directory`` is untouched.
         """
         if heads is None:
             return
@@ -230,7 +230,7 @@ class Trainer:
         """The states (T, (1 + L) * D) of the first ``at_most`` held-out documents, or all, on the main
         process.
 
-        None where its base can be run alone. All processes must call it.
+        None on other processes, whose base can still run. All processes must call it.
         """
         states, held_out = self.recipe.states, self.data.held_out
         if states.live.base is self.base and "held-out" not in states.stored:
@@ -257,14 +257,14 @@ class Trainer:
     def close(self) -> None:
         """End the tracker and the process group; the trainer is of no use after that.
 
-        What wraps the module goes first: a wrapper that outlives its process group hangs as it is freed.
+        The wrapper of the module is freed first: one that outlives its process group hangs.
         """
         self.module, self.optimiser = self.accelerator.free_memory(self.module, self.optimiser)
         self.accelerator.end_training()
 
     def _begin(self) -> None:
-        """Go on from the latest checkpoint where that is asked for and there is one."""
-        # What drops out of an adapter; a checkpoint has the state to go on with.
+        """Resume from the latest checkpoint, if requested and there is one."""
+        # The random state of dropout in an adapter; a checkpoint has it.
         torch.manual_seed(self.configuration.data.seed + self.accelerator.process_index)
         # One process looks: on a shared file system the others may see the directory as it was.
         may_resume = self.configuration.run.resume != "never"
@@ -279,7 +279,7 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def _step(self, group: list[MicroBatch]) -> None:
-        """One optimisation step on a group of micro-batches, of which this process reads its share."""
+        """One optimisation step on this process's share of a group of micro-batches."""
         state, device = self.state, self.accelerator.device
         documents = [index for batch in group for row in batch for index in row]
         num_scored = torch.from_numpy(self.num_scored[documents].sum(0)).to(device)
@@ -313,7 +313,7 @@ class Trainer:
             return self.module(*given, lm_head(self.base), num_scored, self.recipe.teacher)
 
     def _groups(self) -> Iterator[Position]:
-        """The groups from where the run stands on, without end."""
+        """The groups from the current progress on, endless."""
         epoch, done = self.state.epoch, self.state.step_in_epoch
         while True:
             groups = self._plan(epoch)
@@ -330,7 +330,7 @@ class Trainer:
         return [batches[start : start + size] for start in range(0, len(batches), size)]
 
     def _log(self, seconds_before: float, tokens_before: int) -> str:
-        """Record what was summed since then and empty the window; a note for the progress line."""
+        """Record the sums of the window and reset it; returns a note for the progress line."""
         self.watch.check()
         seconds, tokens = self.state.seconds - seconds_before, self.state.num_tokens - tokens_before
         metrics = self._record(
@@ -380,7 +380,7 @@ def _memory_advice(configuration: TrainingConfiguration) -> Iterator[None]:
     to lower."""
     try:
         yield
-    except RuntimeError as error:  # on a CPU PyTorch says what it is in words only
+    except RuntimeError as error:  # on a CPU PyTorch tells out-of-memory only in the message
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
         raise MemoryError(

@@ -34,7 +34,7 @@ MOST_TOKENS = 512
 
 
 class OnlineHiddenStates:
-    """The states of a base that this process runs alone, on one device or on several."""
+    """Hidden states of a base that this process runs by itself, on one device or on several."""
 
     def __init__(self, base: CausalLM):
         self.base = base
@@ -46,7 +46,7 @@ class OnlineHiddenStates:
             return hidden_states(self.base, padded.input_ids, position_ids=padded.positions, layers=layers)
 
     def finish(self) -> None:
-        """Take part in what the other processes compute until none has a micro-batch left."""
+        """Take part in the other processes' forward passes until none has a micro-batch left."""
 
 
 class _SharedLiveStates(OnlineHiddenStates):
@@ -56,8 +56,8 @@ class _SharedLiveStates(OnlineHiddenStates):
     """
 
     def __init__(self, base: CausalLM, reads_alike: bool, timeout_minutes: float):
-        """``reads_alike`` says whether all processes must read the same micro-batch (tensor parallel), which
-        they then do in turn, or each its own (FSDP)."""
+        """``reads_alike``: True for tensor parallel (all ranks run each rank's batch in turn), False for
+        FSDP."""
         super().__init__(base)
         self._reads_alike = reads_alike
         timeout = timedelta(minutes=timeout_minutes)
@@ -97,7 +97,7 @@ def load_live(
 ) -> OnlineHiddenStates:
     """The base model where ``base_placement`` says, frozen and in evaluation mode; all processes load it.
 
-    ``device`` is that of this process.
+    ``device`` is this process's own.
 
     Raises:
         FileNotFoundError: there is no such model.
@@ -123,7 +123,7 @@ def load_live(
 
 
 def end_on(base: CausalLM, device: torch.device) -> None:
-    """Have the LM head of a base over several devices lie on ``device``, where heads are trained:
+    """Put the LM head of a base over several devices on ``device``, where heads are trained:
     ``device_map="auto"`` puts it beside the last layers."""
     if lm_head_device(base) == device or not hasattr(base, "hf_device_map"):
         return
@@ -181,7 +181,7 @@ def load_without_layers(options: BaseOptions, device: torch.device) -> CausalLM:
         )
     base.config = copy.deepcopy(base.config)  # its modules keep theirs, which knows of no layers
     kept = base.config.get_text_config(decoder=True)
-    for key, value in whole.items():  # the model is still called what it is
+    for key, value in whole.items():  # the model keeps its name
         if not key.startswith("_"):
             setattr(kept, key, value)
     check_decodable(base, attends_here=False)
@@ -218,7 +218,7 @@ def _placed(options: BaseOptions, device: torch.device) -> dict[str, Any]:
 
 
 def check_causal(live: OnlineHiddenStates, name: str) -> None:
-    """Raise ValueError when the states of a base depend on tokens behind them, as an encoder's."""
+    """Raise ValueError when the hidden states of a base depend on later tokens, as in an encoder."""
     positions = torch.arange(3).expand(2, 3)
     # One row of two batches of the same shape: two rows of one batch may be rounded otherwise.
     first, second = (
@@ -255,9 +255,9 @@ def check_documents(base: CausalLM, documents: Documents, name: str) -> None:
 def check_packing(live: OnlineHiddenStates, documents: Documents, options: DataOptions) -> None:
     """Raise ValueError when documents that share a row see each other.
 
-    Whether a restart of the position ids keeps documents apart is the architecture's own affair, and no
-    property of it says so, but for states, which nothing resets. So some documents are read alone and in one
-    row, and what comes out is compared.
+    Whether a restart of the position ids separates documents depends on the architecture, and no property
+    declares it (recurrent states are never reset). So some documents are read in rows of their own and packed
+    in one row, and the results are compared.
     """
     if not options.packing or len(documents) < 2:
         return

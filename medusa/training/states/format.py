@@ -5,10 +5,10 @@
     00000.safetensors      "states": (P, (1 + L) * D) of the needed positions of some documents, in order
     00001.safetensors      ...
 
-A row has the state that the LM head reads first, then those after the layers of the manifest. A
-shard is there whole or not at all. It carries the digest of its manifest, a checksum of its states and who
-wrote it, so that several writers, or one that was stopped, can fill a directory in any order. Which
-documents a shard holds depends on their number and size alone.
+A row has first the input of the LM head, then the states after the layers of the manifest. Shards are written
+atomically. A shard carries the digest of its manifest, a checksum of its states and its writer, so that
+several writers, or one that was stopped, can fill a directory in any order. The documents of a shard depend
+only on their number and size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from medusa.files import read_json, replaced_file
 MANIFEST = "manifest.json"
 DOCUMENTS_FILE = "documents.safetensors"
 SHARD_BYTES = 2**28
-"""Of a shard, about: what a run that dies has to compute again, and what is held in memory."""
+"""Approximate size of a shard: the work that a run loses when it dies, and its memory."""
 NUM_BLOCKS, BLOCK = 8, 4096
 """Blocks read of each tensor of a file of weights, evenly spread, and their bytes."""
 
@@ -40,8 +40,8 @@ class StatesDirectory:
     """The states of some documents, written or still to be written."""
 
     def __init__(self, directory: Path, header: Mapping[str, Any], starts: np.ndarray, is_needed: np.ndarray):
-        """``header`` is what the manifest says, or shall say; document i has the positions ``starts[i]`` to
-        ``starts[i + 1]``, and the states of those that ``is_needed`` are kept."""
+        """``header`` is the content of the manifest; document i has the positions ``starts[i]`` to ``starts[i
+        + 1]``, and the states of positions with ``is_needed`` are kept."""
         self.directory, self.header = directory, dict(header)
         self.starts, self.needed = starts, is_needed
         self.first = np.concatenate([[0], np.cumsum(is_needed)])  # of each position: states before it
@@ -49,7 +49,7 @@ class StatesDirectory:
         self.size: int = self.header["width"]
         self.ends: list[int] = self.header["shards"]
         self._digest = hashlib.sha256(json.dumps(self.header, sort_keys=True).encode()).hexdigest()
-        self._opened: dict[int, Any] = {}  # slices of shards, read where they are asked for
+        self._opened: dict[int, Any] = {}  # slices of shards, read on demand
 
     @classmethod
     def read(cls, directory: Path) -> tuple[StatesDirectory, np.ndarray]:
@@ -84,13 +84,13 @@ class StatesDirectory:
         return range(self.ends[shard - 1] if shard else 0, self.ends[shard])
 
     def span(self, index: int) -> slice:
-        """The positions of the document at ``index`` among those of all documents."""
+        """The positions of the document at ``index`` in the concatenation of all documents."""
         return slice(self.starts[index], self.starts[index + 1])
 
     def write(self, shard: int, states: Iterable[tuple[int, Tensor]], writer: str) -> None:
         """Write one shard of the states (T, (1 + L) * D) of each of its documents, given in any order.
 
-        The first D numbers are what the LM head reads. ``writer`` is recorded.
+        The first D numbers are the input of the LM head. ``writer`` is recorded.
 
         Raises:
             ValueError: documents are missing, or their states are of other sizes or not finite.
@@ -171,7 +171,7 @@ DOCUMENTS = ("tokens", "is_label", "is_needed", "starts")
 
 
 def write_documents(directory: Path, documents: Mapping[str, np.ndarray]) -> None:
-    """Write what the states are of, by the names of :data:`DOCUMENTS`, beside the manifest."""
+    """Write the documents of the states, by the names of :data:`DOCUMENTS`, beside the manifest."""
     with replaced_file(directory / DOCUMENTS_FILE) as partial:
         save_file({name: torch.from_numpy(np.array(each)) for name, each in documents.items()}, partial)
 
@@ -185,7 +185,8 @@ def digest_of_documents(documents: Mapping[str, np.ndarray]) -> str:
 
 
 def shard_ends(states_before: np.ndarray, bytes_of_state: int) -> list[int]:
-    """The document behind the last one of each shard, given the states before each document (n + 1,)."""
+    """The index after the last document of each shard, given the number of states before each document (n +
+    1,)."""
     per_shard = max(1, SHARD_BYTES // bytes_of_state)
     shard_of = states_before[:-1] // per_shard
     return [*(np.flatnonzero(np.diff(shard_of)) + 1).tolist(), len(states_before) - 1]
@@ -194,8 +195,8 @@ def shard_ends(states_before: np.ndarray, bytes_of_state: int) -> list[int]:
 def digest_of_weights(directory: Path) -> str | None:
     """A hash of the weight files in ``directory``; None where there are none.
 
-    Of safetensors files the header, and the first and the last bytes of every tensor are read, and some
-    between; small tensors, and files of other kinds, are read whole.
+    In safetensors files the header is read, and the first, the last and some middle bytes of every tensor;
+    small tensors, and files of other kinds, are read completely.
 
     Raises:
         ValueError: a file is damaged.
@@ -217,7 +218,7 @@ def digest_of_weights(directory: Path) -> str | None:
 
 
 def _spans(path: Path) -> list[tuple[int, int]]:
-    """Where what is to be read of begins and ends: the header and each tensor, or each block."""
+    """Start and end of each part of a file: the header and each tensor, or each block."""
     whole, tensors = path.stat().st_size, list[tuple[int, int]]()
     if path.suffix == ".safetensors":
         try:

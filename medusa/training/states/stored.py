@@ -1,8 +1,8 @@
 """Hidden states of the frozen base, computed once and kept in shards; and a run's, stored or not.
 
-The base never changes, so neither do its states: the shards hold those that some depth predicts a label
-from, for heads that read the text also those before them, and every later epoch does without the base's
-layers. :mod:`medusa.training.states.format` has the files.
+The base never changes, so neither do its states: the shards hold the states from which some depth predicts a
+label, for heads that read the text also all earlier ones, and later epochs need no layers of the base.
+:mod:`medusa.training.states.format` has the files.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class CachedHiddenStates(StatesDirectory):
         layers: tuple[int, ...] = (),
         needs_context: bool = False,
     ):
-        """Those that ``num_heads`` heads and the base predict labels from, and with ``needs_context`` all
-        before them; ``layers`` are those that the heads fuse. Of ``base`` its embeddings and its
-        configuration are enough here."""
+        """The states from which ``num_heads`` heads and the base predict labels, and with ``needs_context``
+        all before them; ``layers`` are the fused layers. ``base`` needs only embeddings and configuration
+        here."""
         self.documents, self.layers, self._base = documents, layers, base
         kind, name = base.device.type, Path(base.name_or_path)
         has_autocast = torch.is_autocast_enabled(kind)  # the type of matrix products is then another one
@@ -92,7 +92,7 @@ class CachedHiddenStates(StatesDirectory):
         super().__init__(directory, header, starts, needed)
 
     def open(self, replace: bool, line: ProgressReporter) -> list[int]:
-        """Make the directory ready and say which shards are missing; for one process, which has it alone.
+        """Make the directory ready and return the missing shards; for one process with exclusive access.
 
         ``replace`` takes away the states of something else, and shards that are damaged.
 
@@ -181,14 +181,15 @@ class HiddenStateSource:
     """The base model of a run, and where its hidden states come from."""
 
     base: CausalLM
-    """All that training reads beside states: without decoder layers where others compute these."""
+    """The base for everything but hidden states: without decoder layers where another source computes
+    these."""
     live: OnlineHiddenStates
     stored: Mapping[str, CachedHiddenStates] = field(default_factory=dict)
     """Of the "training" and the "held-out" documents, where they are stored."""
 
     @classmethod
     def of(cls, base: CausalLM) -> HiddenStateSource:
-        """Those of a base that this process runs alone."""
+        """The source for a base that this process runs by itself."""
         return cls(base, OnlineHiddenStates(base))
 
     def of_document(self, documents: Documents, name: str, index: int, layers: tuple[int, ...]) -> Tensor:
@@ -208,7 +209,7 @@ class HiddenStateSource:
             hidden = self.live(padded, layers)
         else:
             hidden = _padded_states(stored, batch, padded)
-        # What a row's last state joins is never read.
+        # The token joined to a row's last state is never read.
         following = padded.input_ids.roll(-1, dims=1).to(base.device)
         rows = StateBatch(hidden.to(base.device, base.dtype), following, padded.positions.to(base.device))
         return rows, padded
@@ -232,7 +233,7 @@ def _padded_states(stored: CachedHiddenStates, batch: MicroBatch, padded: Padded
 
 
 def _difference(manifest: Path, header: Mapping[str, Any]) -> str | None:
-    """How the states of ``manifest`` are others than those of ``header``, in words."""
+    """The first difference between ``manifest`` and ``header``, in words."""
     try:
         earlier: dict[str, Any] = read_json(manifest)
     except ValueError as error:
@@ -254,7 +255,7 @@ def _needed(documents: Documents, num_heads: int, needs_context: bool) -> np.nda
 
 
 _NOT_THE_MODEL = ("transformers_version", "dtype", "torch_dtype", "architectures")
-"""Keys of a configuration that say nothing of what the model computes."""
+"""Keys of a configuration that do not change the model's arithmetic."""
 
 
 def _identity_of(base: CausalLM) -> dict[str, str]:
