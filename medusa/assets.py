@@ -1,6 +1,6 @@
 """Where things are that have a name: the embedded base, heads and configurations that ship, the user's cache.
 
-Imports no torch, so that a name can be told from a mistake at once.
+Imports no torch, so that mistyped names are reported at once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def embedded_base() -> Path:
 
 
 def base_named(name: str) -> str:
-    """``name``, a directory or a hub id; for the name of the embedded base, the directory that it stands for.
+    """``name``, a directory or a hub id; for the name of the embedded base, its directory.
 
     Raises:
         FileNotFoundError: that base has not been fetched.
@@ -68,7 +68,7 @@ def shipped_files() -> Path:
 
 
 def shipped_names(suffix: str) -> list[str]:
-    """Names of the files with that suffix that ship; they stand wherever a path to such a file does."""
+    """Names of the shipped files with that suffix; they can be used in place of paths."""
     return sorted(path.stem for path in shipped_files().glob(f"*{suffix}"))
 
 
@@ -92,7 +92,7 @@ def named_file(given: str | Path, suffix: str, what: str) -> Path:
 
 
 def shipped_heads() -> dict[str, Path]:
-    """The directory of each set of shipped heads, by name: a name stands wherever a heads directory does.
+    """The directory of each set of shipped heads, by name; names can be used in place of directories.
 
     Each is in the format of :mod:`medusa.heads.checkpoint`, with a README.md that is its card: recipe, data,
     licence, measurements.

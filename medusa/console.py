@@ -47,8 +47,8 @@ def print_table(
 ) -> None:
     """Print ``title``, the table, and ``note`` under it.
 
-    The first ``num_labels`` columns say what a row is; the others are numbers. Where the console is too
-    narrow, the numbers that do not fit follow in a second table under the first, with the labels again.
+    The first ``num_labels`` columns label the row; the others are numbers. If the console is too narrow, the
+    remaining numbers follow in a second table under the first, with the labels again.
 
     Args:
         columns: by their headers.
@@ -79,7 +79,7 @@ def print_table(
 
 
 def _parts(widths: Sequence[int], num_labels: int, width: int) -> list[list[int]]:
-    """The columns of each table below the other: labels first, then as many others as fit."""
+    """The columns of each partial table: labels first, then the others that fit."""
     labels = list(range(num_labels))
     taken = sum(widths[label] + GAP for label in labels)
     parts, used = [[*labels]], taken

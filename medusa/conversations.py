@@ -150,7 +150,7 @@ def _is_trained(turn: Mapping[str, Any], role: str, where: str) -> bool:
 
 
 def opened(row: Mapping[str, Any], messages: Iterable[Message], origin: str) -> tuple[Message, ...]:
-    """``messages`` behind the system message that ``row`` may have beside them.
+    """``messages`` after the system message of ``row``, if it has one.
 
     Raises:
         ValueError: it has another one than they have, or a ``history``, which they have in them.
@@ -172,7 +172,7 @@ def opened(row: Mapping[str, Any], messages: Iterable[Message], origin: str) -> 
 
 
 def exchange(row: Mapping[str, Any], question: str, answer: str | None, origin: str) -> tuple[Message, ...]:
-    """One question, and its answer unless that is None, behind the ``system`` message and the ``history`` of
+    """One question, and its answer unless it is None, after the ``system`` message and the ``history`` of
     ``row``: pairs of a question and an answer.
 
     Raises:
@@ -270,7 +270,7 @@ def refuse_beside_text(row: Mapping[str, Any], origin: str) -> None:
 
 @functools.cache
 def reserved_names() -> frozenset[str]:
-    """Arguments of ``apply_chat_template`` and of the rendering behind it that no row may give."""
+    """Arguments of ``apply_chat_template`` and of its rendering that no row may set."""
     from transformers import PreTrainedTokenizerBase
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -330,8 +330,8 @@ def check_keepable(value: Any, origin: str, most: int = MAX_NESTING) -> None:
 
 
 def check_finite(value: Any, origin: str) -> None:
-    """Raise ValueError where a number in ``value``, of JSON, is infinite or none: Python reads such and
-    writes what is no JSON."""
+    """Raise ValueError where a number in ``value``, from JSON, is infinite or NaN: Python reads these and
+    writes invalid JSON."""
     rest = [value]
     while rest:
         each = rest.pop()
@@ -349,7 +349,7 @@ def parsed_json(raw: str | bytes, origin: str) -> Any:
         ValueError: it is none, or too deep to be read; the message names ``origin``.
     """
     try:
-        # json.loads would take UTF-16 too, of which files are not cut into lines rightly
+        # json.loads would accept UTF-16 too, which is not split into lines correctly
         value = json.loads(raw if isinstance(raw, str) else raw.decode("utf-8-sig"))
     except ValueError as error:  # bad JSON and bad UTF-8 alike
         raise ValueError(f"{origin} is not valid JSON: {error}") from error

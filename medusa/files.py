@@ -44,7 +44,7 @@ def replaced_file(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or a directory's list of names, lies on the disk, where a crash leaves it."""
+    """Flush a file, or a directory's list of names, to the disk, where it survives a crash."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -100,7 +100,7 @@ def locked(
     """Keeps ``path`` from all other processes that ask for it: by the file ``lock``, which is left there; by
     default ``.lock`` in the directory ``path``, which is made.
 
-    Where one has it, that is said, and it is waited for, ``seconds`` at most.
+    If another process has the lock, this is reported, and waited for, at most ``seconds``.
 
     Raises:
         BlockingIOError: another process has it; the message says which.
@@ -235,7 +235,8 @@ def _as_open_makes_them(directory: Path) -> None:
 
 
 def _take_the_place(partial: Path, target: Path) -> None:
-    """Rename ``partial`` to ``target``; what stood there is put back when that fails, removed when not."""
+    """Rename ``partial`` to ``target``; the old content is restored when this fails, and removed when it
+    succeeds."""
     if not target.exists():
         os.replace(partial, target)
         return
@@ -250,8 +251,8 @@ def _take_the_place(partial: Path, target: Path) -> None:
 
 
 def clear_interrupted(path: Path) -> None:
-    """Remove what a :func:`replaced_directory` or :func:`replaced_file` that was killed left beside ``path``;
-    call it when no other process can be writing. A directory that had already made way is put back."""
+    """Remove leftovers of a killed :func:`replaced_directory` or :func:`replaced_file` beside ``path``; call
+    it when no other process can be writing. A directory that was already moved away is restored."""
     path = _followed(path)
     name = glob.escape(path.name)
     for retired in sorted(path.parent.glob(f".{name}.retired-*")):
@@ -277,12 +278,12 @@ def check_writable_target(directory: str | Path) -> None:
 
 @dataclass(frozen=True)
 class Layout:
-    """By what a directory that we wrote is known."""
+    """The marks of a directory that we wrote."""
 
     what: str
     """What it is, for messages."""
     files: tuple[str, ...]
-    """Every file that it may hold, by its path in it; ``*`` stands for any part of a name."""
+    """Every file that it may hold, by its relative path; ``*`` matches any part of a name."""
     is_signed: Callable[[Path], bool]
     """Whether the directory says itself that it is one; asked only where it holds no other file."""
 
@@ -296,7 +297,7 @@ def replaceable_files(directory: str | Path, layout: Layout, sources: Iterable[s
     """The files in ``directory`` that overwriting it removes; call it before long work, not after.
 
     Args:
-        sources: what is read to write it. Names that are no path here are left out of account.
+        sources: the inputs of the output. Names that are no path here are ignored.
 
     Raises:
         FileExistsError: it holds something that we did not write; the message names it.

@@ -1,9 +1,9 @@
 """The device at hand: its name, when it has finished, its threads, how fast it reads memory and multiplies.
 
-Two short probes stand in for a data sheet. Bandwidth: how many bytes a second a sum over a large buffer
-reads. Arithmetic: how many operations a second a large square matrix product does. Both take the best of
-several runs, because everything that disturbs a run makes it slower. A model's weights are read once and
-multiplied once a forward pass, so its step time is compared with these two (the roofline).
+Two short probes replace a data sheet. Bandwidth: how many bytes a second a sum over a large buffer reads.
+Arithmetic: how many operations a second a large square matrix product does. Both take the best of several
+runs, because everything that disturbs a run makes it slower. A model's weights are read once and multiplied
+once a forward pass, so its step time is compared with these two (the roofline).
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def _openmp_release() -> Callable[[int], int] | None:
 
 
 def available_memory(device: torch.device | None = None) -> int | None:
-    """Bytes of memory that this process may still take, of a CUDA ``device`` or of the system's own: what is
-    left there, or what the control group's limit leaves; None where the system does not say."""
+    """Bytes of memory that this process may still take, of a CUDA ``device`` or of the system: free memory,
+    or the rest of the control group's limit; None where the system does not report it."""
     if device is not None and device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     listing = Path("/proc/meminfo")

@@ -53,10 +53,9 @@ def hub_directory(
     Where the hub cannot be reached, a copy in the cache will do.
 
     Args:
-        files: patterns of the repository's files to download.
-        what: what the directory is, for messages.
-        advice: what to do where there is neither, for messages.
-        token, cache_dir, local_files_only: as in ``huggingface_hub.snapshot_download``.
+        files: patterns of the repository's files to download. what: the kind of the directory, for messages.
+        advice: the next step without either, for messages. token, cache_dir, local_files_only: as in
+        ``huggingface_hub.snapshot_download``.
 
     Raises:
         FileNotFoundError: there is neither.

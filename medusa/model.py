@@ -1,4 +1,4 @@
-"""MedusaModel: a base model, its heads and a tree, behind ``transformers``' own ``generate`` arguments."""
+"""MedusaModel: a base model, its heads and a tree, with the arguments of ``transformers``' ``generate``."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class _Options:
 
 
 class MedusaModel:
-    """Decodes several tokens per forward pass, and returns exactly the tokens that the base model alone
-    would.
+    """Decodes several tokens per forward pass, and returns exactly the tokens of plain decoding with the base
+    model.
 
     In float32 the output is token-identical to plain decoding with the same seed, for any heads, any
     tree and any batch. ``acceptance="typical"`` is the exception: it is lossy.
@@ -332,9 +332,9 @@ class MedusaModel:
     ) -> Tensor | MedusaOutput:
         """``transformers``' ``generate``, faster, with the same arguments and results.
 
-        Several threads may call this, :meth:`stream` and ``base`` itself at once, and each gets the same
-        result as alone. A drafter, processor or criterion that is passed as an object serves one call at a
-        time.
+        Several threads may call this, :meth:`stream` and ``base`` itself at once, and calls do not affect
+        each other's results. A drafter, processor or criterion that is passed as an object serves one call at
+        a time.
 
         Args:
             inputs: prompts (B, T) long, left-padded; or ``input_ids=`` with ``attention_mask=``.

@@ -1,6 +1,6 @@
 """What options may be: words to choose from, numbers within bounds; and in what two sets of options differ.
 
-They stand alone here so that a program can show its help without importing torch.
+They are in a module of their own so that a program can show its help without importing torch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 """Precision of a base model."""
 
 SETTING_OF = {"draft_model": "draft-model", "exit_layer": "early-exit", "eagle3": "eagle3"}
-"""Setting of one drafter alone -> that drafter."""
+"""Setting of a single drafter -> that drafter."""
 
 
 @dataclass(frozen=True)
 class TemplateOptions:
-    """What the chat template is told beside the messages, where nobody says it of a conversation itself."""
+    """Default chat template options for conversations without their own."""
 
     enable_thinking: bool | None = None
     """Whether the model reasons before it answers (--no-enable-thinking: not), for templates that ask; none

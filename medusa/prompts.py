@@ -4,10 +4,10 @@
     {"turns": ["Name three rivers.", "Which is the longest?"]}
     {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]}
 
-Exactly one of ``prompt``, ``turns`` and ``messages`` per row. ``category`` may stand beside it. ``system``
-comes before it, and before a prompt the pairs of question and answer in ``history``. ``tools`` and
-``chat_template_kwargs`` go to the chat template, and other keys are left alone. This module knows nothing of
-models; a tokenizer renders what it reads.
+Exactly one of ``prompt``, ``turns`` and ``messages`` per row. ``category`` is optional. ``system`` comes
+before it, and before a prompt the pairs of question and answer in ``history``. ``tools`` and
+``chat_template_kwargs`` go to the chat template, and other keys are ignored. This module knows nothing of
+models; a tokenizer renders the prompts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from medusa.conversations import (
 NO_CATEGORY = "uncategorised"
 CONTENT_KEYS = ("prompt", "turns", "messages")
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
-"""What stands around reasoning: Qwen, DeepSeek and most others; Magistral; Seed-OSS."""
+"""Tags around reasoning: Qwen, DeepSeek and most others; Magistral; Seed-OSS."""
 LAST_TOKENS = 16
 """Of a prompt, in which a block of reasoning may begin."""
 PROBE = ({"role": "user", "content": "a question"},)
@@ -66,7 +66,7 @@ def check_template_kwargs(template_kwargs: Mapping[str, Any]) -> None:
 
 
 def with_template_kwargs(prompts: Sequence[Prompt], template_kwargs: Mapping[str, Any]) -> list[Prompt]:
-    """``prompts`` that tell the chat template ``template_kwargs``, where a row does not say it itself.
+    """Adds default chat_template_kwargs to ``prompts`` that have none.
 
     Raises:
         ValueError: as :func:`check_template_kwargs`.
@@ -78,7 +78,7 @@ def with_template_kwargs(prompts: Sequence[Prompt], template_kwargs: Mapping[str
 def has_same_template_kwargs(
     tokenizer: Any, template_kwargs: Mapping[str, Any], others: Sequence[Mapping[str, Any]]
 ) -> bool:
-    """Whether a question told ``template_kwargs`` is rendered as with one of ``others``."""
+    """Whether ``template_kwargs`` render a question in the same way as one of ``others``."""
 
     def rendered(each: Mapping[str, Any]) -> str:
         return tokenizer.apply_chat_template(list(PROBE), tokenize=False, add_generation_prompt=True, **each)
@@ -93,16 +93,16 @@ def reasoning_tags(template: str | None) -> tuple[str, str]:
 
 
 def in_reasoning(tokenizer: Any, prompt: Sequence[int], tags: tuple[str, str]) -> bool | None:
-    """Whether ``prompt`` has begun the reasoning that stands between ``tags``; False where it has ended
-    it, None where it says nothing."""
+    """Whether ``prompt`` has opened the reasoning between ``tags``; False where it has closed it, None where
+    it has neither."""
     begin, end = tags
     last = tokenizer.decode(prompt[-LAST_TOKENS:]).rstrip()
     return None if not end else True if last.endswith(begin) else False if last.endswith(end) else None
 
 
 def split_reasoning(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[str, str]:
-    """The text of an answer of ``tokens`` to ``prompt``: what it reasons, and what it says, without the marks
-    and blanks between. An answer that does not begin with reasoning says everything."""
+    """The text of an answer of ``tokens`` to ``prompt``: (reasoning, answer), without the tags and blanks
+    between them. Text that does not begin with reasoning is all answer."""
     begin, end = reasoning_tags(tokenizer.chat_template)
     text, whole = (tokenizer.decode(tokens, skip_special_tokens=skips) for skips in (True, False))
     if not in_reasoning(tokenizer, prompt, (begin, end)):
@@ -116,7 +116,7 @@ def split_reasoning(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
-    """The first ``limit`` prompts of a file, or of those that ship under this name; all when it is None.
+    """The first ``limit`` prompts of a file, or of the shipped file of this name; all when it is None.
 
     Raises:
         FileNotFoundError: no such file.

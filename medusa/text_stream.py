@@ -16,12 +16,12 @@ BYTE_OF = {chr(byte): byte for byte in ALONE}
 BYTE_OF |= {chr(0x100 + at): byte for at, byte in enumerate(sorted({*range(256)}.difference(ALONE)))}
 ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 WORD_BEGINS = "\u2581"
-"""What SentencePiece writes for a space; decoding a token alone drops the first one."""
+"""SentencePiece's mark for a space; decoding a single token drops the first one."""
 
 
 def token_bytes(spelt: str | None, decoded: str) -> bytes:
-    """The bytes of a token that its vocabulary spells so and that decodes to this alone: those of a part of a
-    character too, so that the bytes of all tokens joined are the text."""
+    """The bytes of a token, from its spelling in the vocabulary and its decoded text; also for a part of a
+    character, so that the bytes of all tokens joined are the text."""
     if spelt is None:
         return decoded.encode()
     if one := ONE_BYTE.fullmatch(spelt):
@@ -36,9 +36,9 @@ def token_bytes(spelt: str | None, decoded: str) -> bytes:
 class TextStream:
     """Tokens in, text out as soon as no later token can change it.
 
-    A character may take several tokens, and its first bytes alone decode to replacement characters,
-    so these are held back until they are complete or known to be broken. Joined, the pieces are the
-    tokenizer's own decoding of all tokens.
+    A character may take several tokens, and its first bytes decode to replacement characters, so these are
+    held back until they are complete or known to be broken. Joined, the pieces are the tokenizer's own
+    decoding of all tokens.
     """
 
     def __init__(self, tokenizer: Any):

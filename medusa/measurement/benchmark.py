@@ -1,9 +1,8 @@
-"""Contenders against each other: what is asked, and what their answers add up to.
+"""Benchmark of contenders: the requests, and the summary of their answers.
 
-A setting is so many rows decoded together after conversations of so many tokens. All contenders answer each
-batch of a setting, in turns (:mod:`medusa.measurement.timing`), with the same seeds. The earlier turns of
-such a conversation are other prompts with the model's own answers, so the text before a question is what it
-would really hold.
+A setting is a batch size and a context length. All contenders answer each batch of a setting, in turns
+(:mod:`medusa.measurement.timing`), with the same seeds. The earlier turns of such a conversation are other
+prompts with the model's own answers, so the text before a question is realistic.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ Encoded = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is asked, and of how many rows at once."""
+    """The prompts of a setting and their batch size."""
 
     batch_size: int
     context_length: int | None
@@ -108,7 +107,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Request:
-    """How every contender is asked."""
+    """The generation options of every contender."""
 
     arguments: Mapping[str, Any]
     """For ``generate``: ``max_new_tokens``, ``do_sample``, ``temperature``."""
@@ -129,9 +128,9 @@ class Request:
 def runnable(
     contenders: Mapping[str, System], setting: Setting, request: Request
 ) -> tuple[dict[str, System], dict[str, str]]:
-    """The contenders that can answer in this setting, warmed up, and why the others cannot.
+    """The contenders that can answer in this setting, warmed up, and the reasons of the others.
 
-    Only those of others may fail; an error of ours is raised.
+    Only foreign contenders may fail; an error of ours is raised.
     """
     longest = max(setting.batches(request.pad_id), key=lambda batch: batch["input_ids"].shape[1])
     working, reasons = {}, {}
@@ -140,7 +139,7 @@ def runnable(
         try:
             if reason is None:
                 _warm_up(system, longest, request)
-        # What others cannot do here must not cost the others their figures; the report says why.
+        # A foreign contender that fails must not cost the others their figures; the report has the reason.
         except (RuntimeError, ValueError, NotImplementedError) as error:
             if system.is_ours:
                 raise
@@ -181,7 +180,7 @@ def measure(
     seconds: float | None = None,
     label: str | None = None,
 ) -> list[Answer]:
-    """Every contender's answers to every batch, ``request.repeats`` times, for about ``seconds``."""
+    """The answers of every contender to every batch, ``request.repeats`` times, for about ``seconds``."""
     batches = setting.batches(request.pad_id)
     takes_streamer = setting.batch_size * setting.num_seeds == 1
 
@@ -205,7 +204,7 @@ def measure(
     )
 
 
-# ------------------------------------------------------------------ what the answers add up to
+# ------------------------------------------------------------------ summary of the answers
 
 
 def setting_report(
@@ -215,7 +214,7 @@ def setting_report(
     is_same_model: bool = True,
     num_seeds: int = 1,
 ) -> dict[str, Any]:
-    """The numbers of one setting; what a missing contender would have told is None.
+    """The numbers of one setting; None for missing contenders.
 
     Compared are our own under the exact rule, and ``transformers`` but where it has another text: it draws
     from another generator when sampling, and knows nothing of an engine that changes the model
@@ -297,7 +296,7 @@ def _same_as(expected: Mapping[Any, Tokens], given: Mapping[Any, Tokens]) -> dic
 def paired_ratio(
     answers: Sequence[Answer], baseline: Sequence[Answer], resamples: int = 4000
 ) -> dict[str, Any]:
-    """Tokens per step of ``answers`` over those of ``baseline``, with a 95 % confidence interval.
+    """The ratio of tokens per step of ``answers`` and ``baseline``, with a 95 % confidence interval.
 
     Both answered the same prompts with the same seeds. The interval is a percentile bootstrap over prompts: a
     prompt is drawn with all its answers on both sides. With one prompt there is none.
@@ -324,7 +323,7 @@ def paired_ratio(
 def _ratio_reports(given: Mapping[str, Sequence[Answer]]) -> list[dict[str, Any]]:
     """Tokens per step of every rule for sampled drafts over a first one, drafter by drafter.
 
-    That is token verification where it takes part, else the rule that was named first.
+    The baseline is token verification if it takes part, else the rule that was named first.
     """
     rules: dict[str, list[str]] = {}
     for drafter, rule in map(drafter_and_rule, filter(is_ours, given)):
@@ -352,11 +351,11 @@ def _ratio(above: float | None, below: float | None) -> float | None:
     return None if above is None or not below else above / below
 
 
-# ------------------------------------------------------------------ what they are held against
+# ------------------------------------------------------------------ comparison with the base
 
 
 def conversations(setting: Setting, answers: Sequence[Answer]) -> dict[int, tuple[list[int], list[int]]]:
-    """[prompt] = its tokens, and one contender's answer."""
+    """[prompt] = its tokens, then the answer."""
     pairs = {}
     for (batch, _, row), tokens in tokens_by_prompt(answers).items():
         prompt = setting.prompt_numbers(batch)[row]
@@ -395,7 +394,7 @@ def bounds(
 
 
 def divergences(model: MedusaModel, answers: Sequence[Answer], setting: Setting) -> dict[str, dict[str, Any]]:
-    """How far each contender's greedy answers stray from the base's likeliest tokens."""
+    """The distance of each contender's greedy answers from the base's likeliest tokens."""
     return {
         name: divergence(model.base, conversations(setting, each).values())
         for name, each in by_contender(answers).items()
@@ -446,8 +445,8 @@ def answered(model: MedusaModel, question: Message) -> str:
 def pad_with_history(
     model: MedusaModel, prompt: Prompt, exchanges: Sequence[Exchange], num_tokens: int
 ) -> Prompt:
-    """``prompt`` after as many earlier exchanges as fit into ``num_tokens`` tokens with it; none where it is
-    longer by itself. They come around again when there are too few."""
+    """``prompt`` after earlier exchanges, up to ``num_tokens`` tokens in total; without any where it is
+    longer by itself. Exchanges repeat when there are too few."""
     system = [message for message in prompt.messages[:1] if message["role"] == "system"]
     rest = list(prompt.messages[len(system) :])
     earlier: list[Message] = []

@@ -49,7 +49,7 @@ def add_texts(
 
 
 def add_tables(report: Report) -> None:
-    """Every setting: speed of each contender, and who said the same; then what a step is made of."""
+    """Every setting: the speed of each contender and whether texts are equal; then the phases of a step."""
     values = report.values
     for setting in values["by_setting"]:
         _add_speeds(report, setting)
@@ -73,7 +73,7 @@ def add_tables(report: Report) -> None:
 
 
 def _add_speeds(report: Report, setting: Mapping[str, Any]) -> None:
-    """How fast each contender was, and who said the same."""
+    """The speed of each contender, and whether its text equals plain decoding's."""
 
     def of(key: str) -> Any:
         return lambda name: setting[key].get(name)
@@ -124,7 +124,7 @@ def _agreement(setting: Mapping[str, Any]) -> str:
 
 
 def _add_splits(report: Report, settings: Sequence[Mapping[str, Any]]) -> None:
-    """Milliseconds of a step by phase, and how close the step is to what the device allows."""
+    """Milliseconds of a step by phase, and the ratio to the device's limit."""
 
     def around_verify(row: Any) -> float | None:
         setting, name = row
@@ -151,7 +151,7 @@ def _add_splits(report: Report, settings: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _add_depths(report: Report, rates: Mapping[str, Sequence[float]]) -> None:
-    """How often each contender's guesses of each depth stayed."""
+    """The acceptance rate of each contender by depth."""
     drafted = {name: each for name, each in rates.items() if each}
     deepest = max(map(len, drafted.values()), default=0)
     columns: dict[str, Column] = {"contender": (0, "{}")}
@@ -201,8 +201,8 @@ OTHERS = (GREEN, ORANGE, "#8a63b8", "#b8637f", "#5e97cf", "#7a8b2f")
 
 
 def plot_benchmark(values: Mapping[str, Any], path: Path, title: str) -> None:
-    """Draw the speed-up over plain decoding of every contender, the parts of a step of our own, and, in the
-    first setting, acceptance by depth.
+    """Draw the speed-up over plain decoding of each, the phases of our own steps, and, in the first setting,
+    acceptance by depth.
 
     ``values`` is the JSON object of ``medusa benchmark``.
     """

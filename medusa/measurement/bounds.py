@@ -2,11 +2,11 @@
 
 The device: a step must read the weights, the heads and the cache once, and multiply every weight with every
 node. t_floor = max(bytes / bandwidth, operations / rate), and f_hw = t_floor / step time is 1 where nothing
-is wasted. The heads: f_tree = tokens per step over what their best tree of as many nodes is expected to give.
+is wasted. The heads: f_tree = tokens per step over the expected value of their best tree of the same size.
 
-The base: bfloat16 and float16 promise no identical tokens, because a pass over N rows rounds other than one
-over a single row, and near-ties flip. So an answer is read again in one pass, and every token is compared
-with what the base finds likeliest there.
+The base: bfloat16 and float16 promise no identical tokens, because a pass over N rows rounds differently from
+one over a single row, and near-ties flip. So an answer is read again in one pass, and every token is compared
+with the base's likeliest token there.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _stored_bytes(model: MedusaModel, weight: Tensor) -> float:
 def read_weights(base: CausalLM) -> list[Tensor]:
     """What a forward pass reads whole: every parameter once, an input embedding of its own left out.
 
-    Of an input embedding that is not also the LM head, only the rows of the tokens are read.
+    If the input embedding is not also the LM head, only the rows of the tokens are read.
     """
     rows_only = base.get_input_embeddings().weight
     if rows_only is embedding_weight(lm_head(base)):
@@ -120,7 +120,7 @@ def best_expected_tokens(counts: RankCounts, num_nodes: int) -> float:
 
 @torch.no_grad()
 def _gaps_to_likeliest(base: CausalLM, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
-    """(T,): how far the logit of each token of ``answer`` lies below the largest one, given all before it."""
+    """(T,): the largest logit minus the logit of each token of ``answer``, given all tokens before it."""
     if not answer:
         return torch.zeros(0)
     ids = torch.tensor([[*prompt, *answer]], device=base.device)

@@ -1,7 +1,7 @@
 """Sets of heads against each other, on the very same answers.
 
-The base decides what an answer is, whatever heads guess, so all are asked about the same tokens, the trees of
-each are chosen on answers they are not judged on, and a difference is taken answer by answer.
+The base decides the answer, whatever heads guess, so all are judged on the same tokens, their trees are
+chosen on other answers, and differences are taken answer by answer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COMPARED_SIZES = (8, 16, 64)
 
 @dataclass(frozen=True)
 class NamedHeads:
-    """One set of heads, and what a table calls it."""
+    """One set of heads, and its label."""
 
     label: str
     source: str
@@ -67,7 +67,7 @@ def read_named(texts: Iterable[str]) -> list[NamedHeads]:
 
 
 def split_label(text: str) -> tuple[str, str]:
-    """(label, heads) of ``LABEL=HEADS``; heads alone are called after their directory, or their run's."""
+    """(label, heads) of ``LABEL=HEADS``; without a label the name of the directory, or of the run."""
     label, equals, source = text.rpartition("=")
     if equals:
         return label, source
@@ -136,7 +136,7 @@ def comparison_report(
     sizes: Sequence[int],
     timed: Mapping[str, Sequence[Answer]],
 ) -> list[dict[str, Any]]:
-    """One JSON object a set of heads; the first set is what the others are held against.
+    """One JSON object a set of heads; the first set is the baseline.
 
     ``timed`` is what :func:`measured_steps` found, or empty.
     """

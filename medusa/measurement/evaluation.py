@@ -1,10 +1,10 @@
 """One set of heads: how live decoding went, and how often each head was right; and how far the next-token
 distributions of quantised models are from the float32 model's, on the same tokens.
 
-For the latter the float32 model's own greedy answers are read again (teacher forcing), so that all are asked
-about the same positions. At each one KL(float32 || other) = sum over tokens of p (log p - log q), in nats,
-and whether both find the same token likeliest. Reading is split into passes of so many tokens: one pass is
-how prompts are read, passes of one token are how plain decoding goes.
+For the latter the float32 model's own greedy answers are read again (teacher forcing), so that all are judged
+at the same positions. At each position KL(float32 || other) = sum over tokens of p (log p - log q), in nats,
+and whether both find the same token likeliest. Reading is split into passes of ``tokens_per_pass`` tokens:
+one pass corresponds to prefill, passes of one token to plain decoding.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ def evaluation_report(
 
 
 def made_by(model: MedusaModel, source: str, answers: Mapping[str, Any]) -> dict[str, Any]:
-    """How an evaluation was made, and of which heads, for its report: ``made``.
+    """The settings and heads of an evaluation, for its report: ``made``.
 
     Args:
-        source: what the heads were called; their files are read again.
-        answers: ``temperature``, ``max_new_tokens``, ``seed`` and ``drafter``.
+        source: the name of the heads; their files are read again. answers: ``temperature``,
+        ``max_new_tokens``, ``seed`` and ``drafter``.
     """
     program, *words = sys.orig_argv
     runtime = model.runtime
@@ -222,7 +222,7 @@ Reader = Callable[[Sequence[int]], Iterator[Tensor]]
 
 
 def reader_of(model: CausalLM, tokens_per_pass: int | None = None) -> Reader:
-    """``model``'s logits, ``tokens_per_pass`` tokens in a pass, by default as many as are held at once."""
+    """``model``'s logits, ``tokens_per_pass`` tokens in a pass, by default a full chunk."""
     step = min(tokens_per_pass or MOST_LOGITS, MOST_LOGITS)
 
     @torch.no_grad()

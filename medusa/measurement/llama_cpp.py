@@ -1,8 +1,8 @@
 """llama.cpp to compare with: the base model in a GGUF file, run in this process.
 
-What runs is llama.cpp's own C interface through llama-cpp-python, with llama.cpp's own defaults: keys and
-values in half precision, flash attention where it has it, prompts in parts of 512 tokens. It gets the same
-token ids as everyone, as many threads as torch, and forgets all it read before each answer.
+It runs llama.cpp's own C interface through llama-cpp-python, with llama.cpp's own defaults: keys and values
+in half precision, flash attention where available, prompts in parts of 512 tokens. It gets the same token ids
+as all contenders and the same number of threads as torch, and its cache is cleared before each answer.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class LlamaCpp:
             self._decode([token])
 
     def logits(self, tokens: Sequence[int], tokens_per_pass: int | None = None) -> Iterator[Tensor]:
-        """The logits after each of ``tokens``, (T', V) a part. Many are read in a pass, as those of a prompt;
-        with ``tokens_per_pass`` 1 as those of an answer."""
+        """The logits after each of ``tokens``, in parts (T', V). Many are read in a pass, as in prefill; with
+        ``tokens_per_pass`` 1 as in decoding."""
         self._forget(len(tokens))
         step = min(tokens_per_pass or MOST_LOGITS, MOST_LOGITS)
         for start in range(0, len(tokens), step):
@@ -126,7 +126,7 @@ class LlamaCpp:
 
 
 def answered_by(model: LlamaCpp, ends: Collection[int]) -> Any:
-    """``model`` behind the arguments of ``generate``, as far as a benchmark uses them.
+    """``model`` with the arguments of ``generate`` that a benchmark uses.
 
     The result takes input_ids (1, T) long, ``max_new_tokens`` and a streamer, and returns ``sequences``.
     """

@@ -23,7 +23,7 @@ TABLE_WIDTH = 118
 
 
 class Report:
-    """What was found, and how it is shown: in the order in which tables and lines were added."""
+    """The results and their presentation: tables and lines in the order in which they were added."""
 
     def __init__(self, values: Mapping[str, Any]):
         self.values = dict(values)
@@ -34,7 +34,7 @@ class Report:
     def add_table(
         self, title: str, columns: Mapping[str, Column], rows: Sequence[Any], **layout: Any
     ) -> None:
-        """``columns`` and ``layout`` are those of :func:`medusa.console.print_table`."""
+        """``columns`` and ``layout`` are arguments of :func:`medusa.console.print_table`."""
         self._parts.append(partial(print_table, title=title, columns=columns, rows=rows, **layout))
 
     def add_line(self, text: str, style: str | None = None, soft_wrap: bool = False) -> None:

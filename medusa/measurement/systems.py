@@ -1,9 +1,9 @@
 """Who answers in a benchmark: the ways in which ``transformers`` generates, llama.cpp, and our own.
 
-A contender of ours is plain decoding, a drafter (``suffix``), a drafter under an acceptance rule
-(``early-exit x block``), or other heads of the same base (``LABEL=HEADS``). A contender of others that cannot
-run here (no compiler, a mode that takes one row only) is left out with its reason, and so is a drafter that a
-rule would be biased for; one of ours that fails is an error.
+Our own systems are plain decoding, a drafter (``suffix``), a drafter under an acceptance rule (``early-exit x
+block``), or other heads of the same base (``LABEL=HEADS``). A foreign system that cannot run here (no
+compiler, a mode that takes one row only) is left out with its reason, and so is a drafter with a rule that
+would be biased; a failure of our own is an error.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ THEIRS = TRANSFORMERS, STATIC, LOOKUP, ASSISTED = (
     "assisted",
 )
 LLAMA_CPP = "llama.cpp"
-"""Every GGUF file of the base; with a dash and what one of them is called after, only that file."""
+"""Every GGUF file of the base; with a dash and the end of a file's name, only that file."""
 PLAIN, HEADS, DEFAULT = "plain", "heads", "default"
 """The heads in their tuned tree; "default" is ``generate`` with neither a tree nor a drafter named."""
 ALL_DRAFTERS = "drafters"
 """Every drafter that works here, and the unions that are worth a try."""
 EXACT, TYPICAL = "exact", "typical"
-"""The rules that compare a candidate with the base alone, so that any drafter will do."""
+"""The rules that compare a candidate only with the base, so that any drafter will do."""
 LOOKUP_TOKENS = 10
 """What the documentation of ``transformers`` shows for prompt_lookup_num_tokens."""
 CPU_COMPILERS = ("g++", "clang++", "c++", "cl")
@@ -95,7 +95,7 @@ def is_ours(name: str) -> bool:
 
 
 def pair_name(drafter: str, rule: str) -> str:
-    """What a drafter under a rule is called: after the drafter alone under the exact rule."""
+    """The name of a drafter under a rule: just the drafter's name under the exact rule."""
     return drafter if rule == EXACT else f"{drafter} x {rule}"
 
 
@@ -111,7 +111,7 @@ def _is_drafter(name: str) -> bool:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise ValueError when a name is no contender's, nor a drafter's, nor a union of drafters."""
+    """Raise ValueError unless each name is a system, a drafter, or a union of drafters."""
     for name in names:
         label, equals, heads = name.partition("=")
         if equals and (
@@ -138,7 +138,7 @@ def default_names(model: MedusaModel) -> list[str]:
 
 
 def needs_heads(names: Iterable[str] | None) -> bool:
-    """Whether to load heads for these contenders; by default they take part."""
+    """Whether to load heads for these systems; by default they take part."""
     return names is None or any(
         name == DEFAULT or (_is_drafter(name) and uses_model_heads(name)) for name in names
     )
@@ -147,7 +147,7 @@ def needs_heads(names: Iterable[str] | None) -> bool:
 def _expanded(
     names: Iterable[str], model: MedusaModel, drafters: DrafterFactory, files: Iterable[str]
 ) -> list[str]:
-    """``names``, each once, with what :data:`LLAMA_CPP` (``files``) and :data:`ALL_DRAFTERS` stand for."""
+    """``names``, each once, with :data:`LLAMA_CPP` (``files``) and :data:`ALL_DRAFTERS` expanded."""
     available = drafters.available()
     available += ["heads+suffix"] if HEADS in available else []
     available += [DEFAULT_DRAFTER] if model.heads is not None else []
@@ -163,7 +163,7 @@ def _ours(
 ) -> System | str:
     """Our ``generate`` with a drafter under ``rule``, or with the heads in the tree of the batch size.
 
-    Or why the two do not go together: drafts would be biased, or it is another contender in disguise.
+    Or the reason against the pair: drafts would be biased, or it equals another system.
     """
     only_chain = False
     if rule not in (EXACT, TYPICAL):
@@ -227,11 +227,11 @@ def other_heads(name: str, model: MedusaModel) -> System:
     return System(label, lambda **call: model.generate(drafter=drafter, **call))
 
 
-# ------------------------------------------------------------------ those of others
+# ------------------------------------------------------------------ foreign systems
 
 
 def _theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> System | str:
-    """A contender of ``transformers``, on the base as it was loaded; or why it cannot run here."""
+    """A mode of ``transformers``, on the base as it was loaded; or the reason why it cannot run here."""
     base, options = model.base, dict[str, Any]()
     if name == STATIC:
         if not getattr(base, "_can_compile_fullgraph", True):
@@ -258,9 +258,9 @@ def _theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> System 
 
 
 def llama_cpp_files(model: MedusaModel, given: Sequence[Path] | None) -> dict[str, Path]:
-    """System -> its GGUF file: those given, else those in the base's directory.
+    """System -> its GGUF file: the given files, else the files in the base's directory.
 
-    A contender is called after the end of its file's name: ``llama.cpp-q8_0`` is MODEL-q8_0.gguf.
+    A system is named after the end of its file's name: ``llama.cpp-q8_0`` is MODEL-q8_0.gguf.
 
     Raises:
         ValueError: two would have one name.
@@ -300,13 +300,13 @@ def make_contenders(
     rules: Sequence[str] = (EXACT,),
     is_greedy: bool = True,
 ) -> tuple[dict[str, System], dict[str, str]]:
-    """The contenders by name, our own under each of ``rules``, and the reasons of those that cannot run here.
+    """The systems by name, our own under each of ``rules``, and the reasons of systems that cannot run here.
 
     ``gguf_files`` are for :func:`llama_cpp_files`.
 
     Raises:
-        ValueError: a name is unknown, two contenders have one, one of our own drafters lacks something, heads
-            do not fit, or a GGUF file is not one of this base.
+        ValueError: a name is unknown or given twice, one of our own drafters lacks something, heads do not
+            fit, or a GGUF file is not one of this base.
     """
     files = llama_cpp_files(model, gguf_files)
     drafters = DrafterFactory(model, settings)

@@ -1,9 +1,9 @@
-"""How everything here is timed: contenders take turns, and what is compared are medians.
+"""Timing: systems take turns, and medians are compared.
 
-A machine slows down and speeds up by itself. So contenders do not run one after the other: in each round all
-of them answer the same question, in an order that rotates, and a slow moment meets them all. What they said
-and how long it took is one kind of record, :class:`Answer`; speeds are medians over questions, each the
-median of its repeats, and ratios come with an interval.
+A machine slows down and speeds up by itself. So systems do not run one after the other: in each round all of
+them answer the same question, in an order that rotates, and a slow moment affects them all. The record of an
+answer and its time is :class:`Answer`; speeds are medians over questions, each the median of its repeats, and
+ratios come with an interval.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def take_turns(
     seconds: float | None = None,
     label: str | None = None,
 ) -> list[Result]:
-    """``run(name, question, repeat)`` of every contender for every question, ``repeats`` times.
+    """``run(name, question, repeat)`` of every system for every question, ``repeats`` times.
 
-    A round is one question for all contenders; who goes first changes from round to round.
+    A round is one question for all systems; the order changes from round to round.
 
     Args:
-        num_warm_ups: rounds at the beginning whose results are left out.
-        seconds: after so many no new round begins; there is always one.
-        label: what to call the job where progress is shown; None shows nothing.
+        num_warm_ups: rounds at the beginning whose results are left out. seconds: time after which no new
+        round begins; there is always one. label: the name of the job in the progress line; None shows
+        nothing.
     """
     results: list[Result] = []
     rounds = [*product(range(repeats), range(num_questions))]
@@ -65,7 +65,7 @@ def take_turns(
 
 @dataclass(frozen=True)
 class Answer:
-    """What one contender said to one question, a batch of prompts, and how long it took."""
+    """The answer of one system to one question, a batch of prompts, and its time."""
 
     system: str
     question: int
@@ -106,7 +106,7 @@ def new_tokens(
 
 
 def by_contender(answers: Iterable[Answer]) -> dict[str, list[Answer]]:
-    """The answers of each contender, in the order in which they first took part."""
+    """The answers of each system, in the order of their first answers."""
     found: dict[str, list[Answer]] = {}
     for answer in answers:
         found.setdefault(answer.system, []).append(answer)
@@ -114,7 +114,7 @@ def by_contender(answers: Iterable[Answer]) -> dict[str, list[Answer]]:
 
 
 def tokens_by_prompt(answers: Iterable[Answer]) -> dict[tuple[int, int, int], Tokens]:
-    """[question, seed, row] = the tokens of one contender's first answer there."""
+    """[question, seed, row] = the tokens of one system's first answer there."""
     said: dict[tuple[int, int, int], Tokens] = {}
     for answer in answers:
         for row, tokens in enumerate(answer.tokens):
@@ -123,7 +123,7 @@ def tokens_by_prompt(answers: Iterable[Answer]) -> dict[tuple[int, int, int], To
 
 
 def total_statistics(answers: Iterable[Answer]) -> DecodingStatistics:
-    """Those of one contender's answers together; an answer given again to the same seed counts once."""
+    """The summed statistics of one system's answers; a repeated answer to the same seed counts once."""
     first: dict[tuple[int, int], DecodingStatistics] = {}
     for answer in answers:
         if answer.statistics is not None:
@@ -134,7 +134,7 @@ def total_statistics(answers: Iterable[Answer]) -> DecodingStatistics:
 def _medians_by_question(
     answers: Iterable[Answer], value: Callable[[Answer], float | None]
 ) -> dict[int, float]:
-    """[question] = the median of ``value`` over one contender's answers to it; those of None are left out."""
+    """[question] = the median of ``value`` over one system's answers to it, without None."""
     found: dict[int, list[float]] = {}
     for answer in answers:
         if (measured := value(answer)) is not None:
@@ -149,12 +149,12 @@ def median_of(answers: Iterable[Answer], value: Callable[[Answer], float | None]
 
 
 def seconds_per_token(answers: Iterable[Answer]) -> float:
-    """Of one contender, prefill included."""
+    """Seconds per token of one system, prefill included."""
     return median(_medians_by_question(answers, lambda answer: answer.seconds_per_token).values())
 
 
 def step_seconds(answers: Iterable[Answer]) -> float | None:
-    """Of a decode step of one contender; None where every answer ended with the prefill."""
+    """Seconds per decode step of one system; None where every answer ended with the prefill."""
     return median_of(answers, lambda answer: _per_pass(answer, lambda counted: counted.decode_seconds))
 
 
@@ -209,7 +209,7 @@ def tokens_per_step_ratio(counts: np.ndarray, resamples: int = 4000) -> Ratio:
 
 
 def speedup(answers: Iterable[Answer], baseline: Iterable[Answer]) -> Ratio:
-    """How many times as fast as ``baseline`` one contender is: medians of seconds per token, with prefill.
+    """The speed-up of one system over ``baseline``: medians of seconds per token, with prefill.
 
     Taken over the questions that both answered.
     """

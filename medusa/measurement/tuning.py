@@ -1,4 +1,4 @@
-"""Which tree is fastest here: what a tree of N nodes is expected to give, against what it costs.
+"""Chooses the fastest tree: the expected tokens per step of a tree of N nodes, against its step time.
 
 Tokens per step come from calibration, step times from this machine; the best N maximises their ratio, for
 each batch size by itself. N = 1 is plain decoding and takes part, and a larger tree must beat it by more than
@@ -35,8 +35,7 @@ TUNED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 MIN_GAIN = 1.03
 """How much faster than plain decoding a tree must look before it is taken: below is noise."""
 HOPELESS = 0.5
-"""A size that could not reach this share of the best speed, did it cost no more than a smaller one, is not
-timed."""
+"""Sizes whose best possible speed is below this fraction of the best measured speed are skipped."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def _first_round(
         if tokens_per_step is not None and longest and gain / longest < HOPELESS * best:
             continue  # a larger tree takes no less time than the smaller ones did
         kept.append(size)
-        # Twice: a first run pays for what is set up once, and would make every later size hopeless.
+        # Twice: a first run includes one-time setup, and would make every later size look hopeless.
         runs = [_step_seconds(model, trees[size], batch, num_steps) for _ in range(2)]
         taken = min((each for each in runs if each is not None), default=None)
         if taken is not None:
@@ -136,8 +135,8 @@ def _step_seconds(
 ) -> float | None:
     """Mean seconds of the steps after the first, while all rows decode; None where there is none.
 
-    The first step pays for what is set up once for a shape, and a loop that looks at its tokens every few
-    steps gives them out in bursts: hence a mean over a stretch, from one burst to another.
+    The first step includes the setup for its shape, and a loop that reads its tokens every few steps emits
+    them in bursts: hence a mean over a stretch, from one burst to another.
     """
     most_steps = 1 + num_steps + 2 * DEFAULT_HOST_SYNC_INTERVAL  # so that no burst is cut short by the budget
     budget = 1 + most_steps * (tree.depth + 1)
@@ -166,7 +165,7 @@ def _step_seconds(
 
 
 def file_tuned(directory: str | Path, tuned: Sequence[TunedTree], origin: Mapping[str, Any]) -> list[str]:
-    """Write ``tuned``, of one runtime and kind of step; what was written and what was left, in sentences.
+    """Write ``tuned``, of one runtime and kind of step; returns sentences on written and kept trees.
 
     ``origin`` says how the tree of batch size 1 came about, in plain JSON values, its runtime among them.
     """
@@ -192,7 +191,7 @@ def file_tuned(directory: str | Path, tuned: Sequence[TunedTree], origin: Mappin
 def file_asked_for(
     directory: str | Path, tree: CandidateTree, runtime: Runtime, origin: Mapping[str, Any]
 ) -> list[str]:
-    """Write ``tree`` as the default; what was written and what was removed, in sentences.
+    """Write ``tree`` as the default; returns sentences on written and removed trees.
 
     Trees tuned on ``runtime``, where ``tree`` is to be used, go: they would hide it.
     """

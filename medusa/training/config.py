@@ -175,7 +175,7 @@ class JointOptions:
     joint_warmup_fraction: float = 0.3
     """Fraction of the run in which only the heads are trained, 0 to 1."""
     base_objective: Literal["kl", "ce"] = "kl"
-    """What the adapted base is held to. kl: its own distribution with the adapter switched off
+    """Regularisation loss of the adapted base. kl: its own distribution with the adapter switched off
     (self-distillation). ce: the text's own tokens."""
     heads_weight: float | None = None
     """Weight of the heads' loss against the base's; by default 0.01 with kl and 0.2 with ce."""

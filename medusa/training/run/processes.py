@@ -46,7 +46,7 @@ def new_accelerator(optimisation: OptimisationOptions, run: RunOptions) -> Accel
     """An accelerator for the processes that were launched, with the run's precision; no tracker yet.
 
     Raises:
-        ValueError: the launch asked for a device or precision that this machine lacks.
+        ValueError: the launch does not fit this machine.
     """
     check_launch()
     has_device = torch.accelerator.is_available()

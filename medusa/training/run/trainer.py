@@ -230,7 +230,7 @@ class Trainer:
         """The states (T, (1 + L) * D) of the first ``at_most`` held-out documents, or all, on the main
         process.
 
-        None on other processes, whose base can still run. All processes must call it.
+        None where this process can run the base itself. All processes must call it.
         """
         states, held_out = self.recipe.states, self.data.held_out
         if states.live.base is self.base and "held-out" not in states.stored:
