@@ -26,7 +26,7 @@ def replaced_file(path: Path) -> Iterator[Path]:
     """A temporary name beside ``path`` for a file that takes its place when the block ends well.
 
     It then has the rights that the umask leaves; safetensors lets nobody else read. Several processes may
-    write ``path`` at once: the last one's file stays. Where it is a link, what it points to is replaced.
+    write ``path`` at once: the last one's file stays. A link is followed: its target is replaced.
     """
     path = _followed(path)
     partial = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:8]}")
@@ -189,8 +189,8 @@ def read_yaml(path: Path) -> Any:
 def replaced_directory(directory: str | Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary directory that takes the place of ``directory`` when the block ends well.
 
-    When the block raises, ``directory`` stays as it was and the temporary one is removed. Where it is a link,
-    what it points to is replaced.
+    When the block raises, ``directory`` is not changed and the temporary one is removed. A link is followed:
+    its target is replaced.
     """
     target = _followed(Path(directory))
     if not overwrite:

@@ -66,7 +66,7 @@ def check_template_kwargs(template_kwargs: Mapping[str, Any]) -> None:
 
 
 def with_template_kwargs(prompts: Sequence[Prompt], template_kwargs: Mapping[str, Any]) -> list[Prompt]:
-    """Adds default chat_template_kwargs to ``prompts`` that have none.
+    """``prompts`` with default chat_template_kwargs; their own values win.
 
     Raises:
         ValueError: as :func:`check_template_kwargs`.

@@ -5,18 +5,18 @@ is a pure tensor function over a batch of rows; it knows nothing of models, cach
 
     verdict = rule.verify(draft, noise, state)
 
-    draft.tokens    (B, N) long   node 0 is the root token, parents stand before their children,
+    draft.tokens    (B, N) long   node 0 is the root token, parents come before their children,
                                   siblings in the order they were drawn
     draft.topology                medusa.trees.candidate_tree.TreeTopology, one tree for all rows or one a row
-    draft.target    (B, N, V)     p: what the base model says after each node, with temperature, top-k,
+    draft.target    (B, N, V)     p: the base model's distribution after each node, with temperature, top-k,
                                   top-p and every logits processor applied
-    draft.proposal  (B, N, V)     q: what the children of each node were drawn from; a leaf's row is not read.
+    draft.proposal  (B, N, V)     q: the source of each node's children; a leaf's row is not read.
                                   A row of zeros says "nothing was drafted here": short drafts need no mask
                                   (``greedy_block`` needs drafts of full length). Nodes of equal text, as
                                   independent chains have, must have equal p and equal q
-    noise.uniform   (B, N)        one number of [0, 1) a node, the coin of that node
-    noise.gumbel    (B, V)        draws the next token from what is left of p
-    state                         what the previous step returned; None at the start, and None for ever
+    noise.uniform   (B, N)        one number of [0, 1) a node, the coin of that node noise.gumbel    (B, V)
+    draws the next token from what is left of p state                         the previous step's
+    verdict.state; None at the start, and None for ever
                                   with every rule but ``greedy_block``
 
     verdict.best          (B,) long   the deepest accepted node

@@ -18,19 +18,18 @@
     quantised already, or sharded over devices            eager
     given hooks, or a forward of its own, in any module   eager, also where they come after loading
 
-A base that is loaded by its name on a CPU is packed as it is read, and holds each weight once
-(:mod:`medusa.engine.loading`). It runs on its engine alone: for ``eager``, hooks, adapters or training it is
-loaded with ``engine="eager"``.
+A base that is loaded by its name on a CPU is packed while it is read, and holds each weight once
+(:mod:`medusa.engine.loading`). It runs only on its engine: for ``eager``, hooks, adapters or training load it
+with ``engine="eager"``.
 
-The kernels (:mod:`medusa.engine.kernels`) compute in float32, whatever the weights lie in, and give a node
-the same logits to the last bit alone, in a tree and in a batch. Mixtures of experts multiply with their
-experts' weights as ``transformers`` does, whose sums depend on how many rows take part; there, and on eager,
-text is equal but where two tokens tie to the last bits. Drafts cannot change the text, so Medusa heads
-compute with int8 weights, and score the tokens of a token map so.
+The kernels (:mod:`medusa.engine.kernels`) compute in float32, whatever the type of the weights, and give a
+node bit-identical logits in a single pass, in a tree and in a batch. Mixtures of experts multiply their
+experts' weights with ``transformers``' own code, whose sums depend on the number of rows; there, and on
+eager, text is equal except where two tokens tie to the last bits. Drafts cannot change the text, so Medusa
+heads compute with int8 weights, and score the tokens of a token map so.
 
-The views compute layers that read one input as one product, and norms in one call; see ``views``. Weights
-that are to lie quantised on any device are quantised when ``transformers`` loads the model; ``eager`` runs it
-so.
+The views compute layers with the same input as one product, and norms in one call; see ``views``. To quantise
+weights on any device, let ``transformers`` quantise them when it loads the model; ``eager`` runs it.
 
 Threads are left at torch's default, one per physical core: the products of a decode step read every weight
 once and wait for memory, which two threads of one core share. ``torch.set_num_threads`` changes it.
@@ -57,7 +56,8 @@ def apply_engine(base: CausalLM, engine: Engine) -> CausalLM:
     """The model to decode with: ``base`` itself, or a view of it that shares its parameters.
 
     Raises:
-        ValueError: unknown engine, or one that cannot run this model; the message says what is missing.
+        ValueError: unknown engine, or one that cannot run this model; the message names the missing
+        requirement.
     """
     engine = resolved_engine(base, engine)
     if engine == "eager":
@@ -75,7 +75,7 @@ def apply_engine(base: CausalLM, engine: Engine) -> CausalLM:
 
 
 def resolved_engine(base: CausalLM, engine: Engine) -> Engine:
-    """``engine``, or what "auto" stands for on this model.
+    """``engine``, with "auto" resolved for this model.
 
     Raises:
         ValueError: unknown engine.

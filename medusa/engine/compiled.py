@@ -1,14 +1,14 @@
 """Passes of a view as compiled programs; their libraries are kept on disk.
 
-A pass is what comes before the decoder layers (embedding, rotary angles), the layers, and what comes after
-them (norm, LM head). The layers are run in groups, most often of one kind, which differ in their
-weights alone. Each kind is exported once, with its weights, keys and values as arguments and with dynamic
-rows, nodes and slots, and compiled in some twenty seconds (:mod:`medusa.engine.programs`), as are the two
-ends in ten. The libraries serve every model of that configuration. Products and attention are calls of the
-kernels; what is compiled is what lies between them.
+A pass has three parts: before the decoder layers (embedding, rotary angles), the layers, and after them
+(norm, LM head). The layers are run in groups, most often of one kind, which differ only in their weights.
+Each kind is exported once, with its weights, keys and values as arguments and with dynamic rows, nodes and
+slots, and compiled in some twenty seconds (:mod:`medusa.engine.programs`), as are the two ends in ten. The
+libraries serve every model of that configuration. Products and attention are calls of the kernels; the code
+between them is compiled.
 
-It is not what they compute that makes modules slow, but what they are: the weights of a pass drive all code
-out of the processor's caches, so that each operator between two layers takes 20 to 80 microseconds.
+Modules are slow because of their calls, not their arithmetic: the weights of a pass drive all code out of the
+processor's caches, so that each operator between two layers takes 20 to 80 microseconds.
 
 Loops that are compiled compute a function such as exp otherwise after the last whole vector. So a row's
 widths must be whole vectors, or its logits would depend on the rows beside it.
@@ -57,11 +57,11 @@ MOST_TOGETHER = 6
 """Layers of a group, at most. A program takes some 20 microseconds to call, and a layer more in it two
 seconds to compile."""
 SELECTED = (6, 8)
-"""Nodes whose logits these passes are asked for."""
+"""Number of nodes whose logits these passes return."""
 ROUNDING_FACTOR = 8
-"""How many times as far compiled passes may be from the view's as the view's own are from each other when
-the last bit of what it embeds changes. On three families of full width it was 0.7 to 1.3 times: 1e-6 of the
-largest logit, and 1e-4 in int8, where steps are rounded to other sides."""
+"""Largest allowed ratio of the distance between compiled passes and the view's to the distance between the
+view's own passes when the last bit of the embeddings changes. On three families of full width it was 0.7 to
+1.3 times: 1e-6 of the largest logit, and 1e-4 in int8, where steps are rounded to other sides."""
 READ_ON_THE_HOST = ("dynamic", "longrope")
 """Kinds of rotary angles that ask how long the text is, which no program can."""
 
@@ -78,7 +78,7 @@ def missing_for_compiled_layers(view: CausalLM) -> str | None:
 
 
 def _widths(view: CausalLM) -> list[int]:
-    """Of what a row is while it passes through a layer."""
+    """Name of the dimension of rows inside a layer."""
     parts = [module for layer in decoder_layers(view) for module in layer.modules()]
     joined = [len(each.weight) for each in parts if isinstance(each, JoinedLinear)]
     return joined + [each.width for each in parts if isinstance(each, Product)]
@@ -88,7 +88,7 @@ class CompiledPass:
     """The passes of ``view``, computed by libraries from the cache directory, or compiled first.
 
     Raises:
-        ValueError: a part cannot be exported, or what was compiled computes something else.
+        ValueError: a part cannot be exported, or its compiled code computes something else.
     """
 
     def __init__(self, view: CausalLM):
@@ -158,7 +158,7 @@ class CompiledPass:
 
     @torch.no_grad()
     def _trial(self, run: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
-        """Logits (B, 1 + N, V) after two prompts and of a tree behind them."""
+        """Logits (B, 1 + N, V) after two prompts and of a tree below them."""
         tree = CandidateTree.from_paths([(0,), (1,), (0, 0)])
         ids = torch.randint(vocab_size(self.view), (2, 24), generator=torch.Generator().manual_seed(0))
         cache = new_cache(self.view, 2)
@@ -248,7 +248,7 @@ def _parts(view: CausalLM) -> _Parts:
     given, slots, entries = [], [], []
     for rows, nodes, length in TRIALS:
         cache = new_cache(view, rows)
-        cache.lengths += length  # empty, as if it had been read: what is computed is of no interest
+        cache.lengths += length  # empty slots: the values are of no interest
         cache.longest = length
         tokens, chain = torch.zeros(rows, nodes, dtype=torch.long), CandidateTree.chain(nodes - 1).topology()
         hooks = [
@@ -305,7 +305,7 @@ def _parts(view: CausalLM) -> _Parts:
 
 
 def _follow_each_other(calls: Sequence[_Call]) -> bool:
-    """Whether each layer is called once a pass, with what the one before it gave."""
+    """Whether each layer is called once a pass, with the output of the one before it."""
     if any(len(call.args) != len(TRIALS) for call in calls):
         return False
     return all(
@@ -341,8 +341,8 @@ def _exchanged(value: Any, tensors: Iterator[Tensor], cache: Cache) -> Any:
 
 
 class _CalledLayers(nn.Module):
-    """Layers that follow each other, as a function of the tensors that they are called with, slots, and keys
-    and values of each: what each of them gives."""
+    """Consecutive layers as a function of their input tensors, slots, and keys and values of each; returns
+    the output of each layer."""
 
     def __init__(self, calls: Sequence[_Call], takes: Sequence[Sequence[int]]):
         super().__init__()
@@ -410,7 +410,7 @@ class _Ends(nn.Module):
             layers[index] = stub
 
     def run(self, given: Sequence[Tensor]) -> Tensor:
-        """The logits that follow what the last stub gives."""
+        """The logits from the output of the last stub."""
         inputs = _exchanged(self._inputs, iter(given), self._inputs["past_key_values"])
         return self.base(**inputs).logits
 
@@ -423,7 +423,7 @@ class _Before(_Ends):
         return [each.contiguous() for each in self._made(given)]
 
     def takes(self, given: Sequence[Tensor]) -> list[list[int]]:
-        """Of each layer, what it is given: places as in :class:`_Group`."""
+        """The inputs of each layer: places as in :class:`_Group`."""
         self.run(given)
         shared = [*given, *self._made(given)]
         return [[_place(shared, each) for each in stub.given] for stub in self._stubs]
@@ -440,8 +440,8 @@ def _place(among: Sequence[Tensor], wanted: Tensor) -> int:
 
 
 class _After(_Ends):
-    """What follows the layers: (hidden (B, M, D), select (B, S) long, inputs) -> (what the LM head
-    reads (B, M, D), logits (B, S, V))."""
+    """The part after the layers: (hidden (B, M, D), select (B, S) long, inputs) -> (input of the LM head (B,
+    M, D), logits (B, S, V))."""
 
     def forward(self, hidden: Tensor, select: Tensor, *given: Tensor) -> list[Tensor]:
         def wanted(states: Tensor) -> Tensor:

@@ -39,12 +39,12 @@ class EngineState:
         self.runtime = Runtime(
             device_name(lm_head_device(base)), str(base.dtype).removeprefix("torch."), name
         )
-        """Where this decodes: what a tuned tree must have been timed on to be used."""
+        """The runtime: a tuned tree is used only where it was timed on the same one."""
         self._snapshot = self._new_snapshot()
 
     def is_current(self) -> bool:
-        """Whether an answer can be begun; false where all must be prepared anew first: ``auto`` gives way to
-        hooks and patches by itself, and what was captured of weights that have changed is let go.
+        """Whether an answer can start; false where the state must be rebuilt first: ``auto`` falls back for
+        hooks and patches by itself, and captured graphs of changed weights are dropped.
 
         Raises:
             ValueError: the engine has taken weights or modules that have changed; or the base is in training
@@ -67,7 +67,7 @@ class EngineState:
                     f"or set otherwise, or an adapter was switched) since engine={self.engine!r} took them; "
                     "call refresh() on this MedusaModel first"
                 )
-            return False  # what was made of them is of no more cost than an answer
+            return False  # rebuilding costs no more than an answer
         if is_made and (alteration := alteration_of(base)) is not None:
             if self.engine != "auto" or self._is_held_once:
                 advice = "load the base with engine='eager'" if self._is_held_once else "use engine='eager'"
@@ -79,8 +79,8 @@ class EngineState:
         return True
 
     def staleness_check(self) -> Callable[[bool], None]:
-        """What raises ValueError where base, heads or precision are no longer those of this moment: looked at
-        closely where it is called with True (for a new request), quickly otherwise (after a pass)."""
+        """A function that raises ValueError where base, heads or precision have changed since now: a full
+        check when called with True (for a new request), a quick one otherwise (after a pass)."""
         snapshot, is_cast, is_made = self._snapshot, self._is_cast, self._has_kernels
 
         def check(is_new_request: bool) -> None:

@@ -1,7 +1,7 @@
 """Libraries that are compiled for this processor and kept on disk.
 
-They are kept in the user's cache directory, under a digest of all that they depend on: what is computed, the
-versions of torch and transformers, the processor and its threads.
+They are kept in the user's cache directory, under a digest of all inputs: the computation, the versions of
+torch and transformers, the processor and its threads.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def kept_library(name: str, digest: str) -> Path:
 
 
 def check_library(path: Path) -> None:
-    """Raise ValueError where a library is not what was compiled; loading it would end the process."""
+    """Raise ValueError where a library was altered; loading it would end the process."""
     try:
         is_whole = _seal(path).exists() and files.read_json(_seal(path)) == _sealed(path)
     except ValueError:  # the seal itself is damaged
@@ -62,7 +62,7 @@ def check_library(path: Path) -> None:
 
 
 def _seal(path: Path) -> Path:
-    """The file beside a library that says what it holds."""
+    """The file beside a library that describes its content."""
     return path.with_suffix(".json")
 
 
@@ -91,7 +91,7 @@ def compile_library(path: Path, text: str, make: Callable[[Path], Path]) -> None
         if path.exists():
             return
         say(text)
-        shutil.rmtree(made, ignore_errors=True)  # what a process that was killed has left
+        shutil.rmtree(made, ignore_errors=True)  # leftovers of a killed process
         made.mkdir()
         try:
             with console.status("compiling", spinner="dots"), files.disk_errors(path):

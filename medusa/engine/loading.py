@@ -6,10 +6,10 @@ a view of its file: nothing is read before it is used. Each matrix is then read 
 bytes of its file (int8: in half of them), where the ordinary way holds float32 weights beside the packed
 ones.
 
-The modules are those of ``transformers``. Embeddings stay in the file, whose rows are widened as they are
-looked up: the file must not be written to meanwhile. Norms, biases and whatever else has no kernel are
-float32. What needs the weights themselves, such as an adapter, training or ``state_dict``, wants a base that
-was loaded in the ordinary way, with ``engine="eager"``.
+The modules are ``transformers``' own. Embeddings stay in the file, whose rows are widened on lookup: the file
+must not be written to meanwhile. Norms, biases and everything else without a kernel are float32. Adapters,
+training, ``state_dict`` and other users of the weights themselves need a base that was loaded in the ordinary
+way, with ``engine="eager"``.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def packed_in_place(base: CausalLM, int8: bool = False) -> CausalLM:
 
 @torch.no_grad()
 def _misses_weights(base: CausalLM) -> bool:
-    """Whether code of ``base`` reads a weight past its module, and so finds what stands in its place."""
+    """Whether code of ``base`` reads a weight without calling its module, and so would find the
+    placeholder."""
     ids = torch.zeros(1, 2, dtype=torch.long)
     return bool(base(input_ids=ids, use_cache=False).logits.isnan().any())
 
@@ -112,7 +113,7 @@ def _refuse_to_save(*given: Any, **named: Any) -> None:
     )
 
 
-# ------------------------------------------------------------------ what the files hold
+# ------------------------------------------------------------------ content of the files
 
 
 @dataclass(frozen=True)
@@ -210,8 +211,8 @@ _FILE_ARGUMENTS = (
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file: type, shape and place of each tensor. Nothing where the file is
-    damaged: whoever reads the weights says so."""
+    """The header of a safetensors file: type, shape and place of each tensor. Empty where the file is
+    damaged: reading the weights reports it."""
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         if size > file.stat().st_size:
@@ -226,11 +227,12 @@ def _header(file: Path) -> dict[str, Any]:
     return header
 
 
-# ------------------------------------------------------------------ what is not packed
+# ------------------------------------------------------------------ unpacked parts
 
 
 class NarrowEmbedding(nn.Module):
-    """An embedding whose rows lie in the precision of their file, and are float32 once they are looked up."""
+    """An embedding whose rows are stored in the precision of their file, and converted to float32 on
+    lookup."""
 
     rows: Tensor
 
@@ -263,7 +265,7 @@ _OF_EMBEDDINGS = ("num_embeddings", "embedding_dim", "padding_idx", "embed_scale
 
 
 def _narrow_embeddings(base: CausalLM) -> set[nn.Module]:
-    """The embeddings of ``base`` that are a function of token ids alone."""
+    """The embeddings of ``base`` that are a function of only token ids."""
     found: set[nn.Module] = set()
     for module in base.modules():
         if isinstance(module, nn.Embedding) and module.weight.dtype != torch.float32:
@@ -275,7 +277,7 @@ def _narrow_embeddings(base: CausalLM) -> set[nn.Module]:
 
 @torch.no_grad()
 def _widen(base: CausalLM, kept: set[int]) -> None:
-    """Have all weights and buffers of ``base`` in float32 but those in ``kept``.
+    """Convert all weights and buffers of ``base`` to float32, except ``kept``.
 
     Buffers that are computed and not loaded, such as the scale of an embedding, were rounded to the narrow
     type, so they are computed anew.
@@ -307,7 +309,7 @@ def _is_narrow(tensor: Tensor) -> bool:
 
 
 def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """A configuration and those of its parts."""
+    """A configuration and the configurations of its parts."""
     yield config
     for name in getattr(config, "sub_configs", {}):
         if (part := getattr(config, name, None)) is not None:
@@ -323,8 +325,7 @@ def placeholder(weight: Tensor) -> Tensor:
 
 
 def _released() -> Callable[[Tensor], Tensor]:
-    """A function that gives back the pages of a file in which a packed weight lies, and says what stands in
-    the weight's place."""
+    """A function that releases the file pages of a packed weight, and returns the weight's placeholder."""
     files = list(_mapped_files())
     advise = ctypes.CDLL(None, use_errno=True).madvise if files else None
 
@@ -340,7 +341,7 @@ def _released() -> Callable[[Tensor], Tensor]:
 
 
 def _mapped_files() -> Iterator[tuple[int, int]]:
-    """Where files lie in this process's memory; nowhere on systems that do not say.
+    """The addresses of mapped files in this process; empty on systems that do not report them.
 
     A file that comes from the hub is named by its checksum there, so names tell nothing."""
     listing = Path("/proc/self/maps")

@@ -1,7 +1,7 @@
 """Modules as programs that are compiled ahead, with their weights as arguments.
 
-Run as modules, a step of a small model is thousands of operators, and calling them takes as long as what they
-compute. A program that ``torch.export`` has traced becomes a shared library with AOTInductor
+Run as modules, a step of a small model is thousands of operators, and calling them takes as long as their
+arithmetic. A program that ``torch.export`` has traced becomes a shared library with AOTInductor
 (:mod:`medusa.engine.libraries` keeps it), which calls the kernels for products and attention. It holds no
 weights, so it serves every module of the same shapes.
 """
@@ -25,11 +25,11 @@ from medusa.engine.libraries import check_library, compile_library, digest_of, k
 from medusa.engine.views import JoinedLinear
 
 VERSION = 9
-"""Of what is compiled: raise it with every change of what a program computes."""
+"""Version of the compiled code: raise it with every change of a program's computation."""
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """What ``module`` computes with, by name: all but the weights that stand there for others to read."""
+    """Parameters and buffers that ``module.forward`` reads, by name."""
     read = {}
     for prefix, part in module.named_modules():
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
@@ -41,7 +41,7 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
 
 @dataclass
 class Part:
-    """What is compiled once: a function of tensors, and what it is given on two trials."""
+    """A unit of compilation: a function of tensors, and its inputs in two trials."""
 
     name: str
     module: nn.Module
@@ -54,7 +54,7 @@ class Part:
 
     @functools.cached_property
     def path(self) -> Path:
-        """Where the library is kept: the name tells apart all that it depends on but weights."""
+        """The path of the library: its name is a digest of everything it depends on except weights."""
         modules = [
             (
                 type(each).__qualname__,
@@ -76,7 +76,7 @@ class Part:
         return kept_library(self.name, digest_of(*depends_on))
 
     def compile(self, count: str = "") -> None:
-        """Have the library on disk; ``count`` is said of it to the user."""
+        """Compile the library to disk; ``count`` is shown to the user."""
         text = (
             f"compiling {self.name} for this processor{count}: ten to twenty seconds, once; kept in "
             f"{self.path.parent}"
@@ -116,7 +116,7 @@ class Program:
     def __init__(self, module: nn.Module, part: Part | None):
         self._weights = list(weights_of(module).values())
         self._library: Any = None if part is None else _opened(part.path)
-        self._module = module if part is None else None  # it holds on to what it was tried with
+        self._module = module if part is None else None  # it would keep the trial inputs alive
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         if self._module is not None:

@@ -1,4 +1,4 @@
-"""Heads that compute as quickly as their engine can: what they guess never changes the text.
+"""Heads optimised for their engine: their guesses never change the text.
 
 Every guess is verified, so heads need not be computed in the precision they were trained in. Where the base
 computes with the kernels, the heads' own layers do so with int8 weights, and so do the scores of a token map.
@@ -130,7 +130,7 @@ def compile_heads(heads: Any, lm_head: nn.Module) -> None:
 def _with_parts(
     heads: QuickHeads, parts: dict[str, nn.Module | None], buffers: dict[str, Tensor | None]
 ) -> QuickHeads:
-    """``heads`` with some of their parts alone, computed by their own code."""
+    """``heads`` with only some of their parts, computed by their own code."""
     some = copy.copy(heads)
     some.programs = some.fusing = None
     some._modules, some._parameters, some._buffers = parts, {}, buffers

@@ -1,7 +1,7 @@
 """What a base was when something was made of it, to tell whether that still holds.
 
-An engine computes with modules of its own over weights that it has taken, and a cache holds keys and values
-of the weights that wrote it. Both are right for as long as the base stays what it was.
+An engine computes with its own modules over copied weights, and a cache holds keys and values of the weights
+that wrote it. Both are valid only while the base does not change.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Snapshot:
     def __init__(self, *modules: nn.Module):
         self._parts = [part for module in modules for part in module.modules()]
         self._layers = [vars(part) for part in self._parts if _ADAPTER_STATE[0] in vars(part)]
-        self._holders: list[dict[str, Any]] = [  # what each part keeps its modules and weights in
+        self._holders: list[dict[str, Any]] = [  # the dictionaries of each part's modules and weights
             each for part in self._parts for each in (part._modules, part._parameters)
         ]
         self._held, self._buffers = self._held_now(), self._buffers_now()
@@ -88,7 +88,7 @@ class Snapshot:
 
     @property
     def is_unwritten(self) -> bool:
-        """The same of modules, adapters and weights alone, on a CPU: cheap enough for every step."""
+        """The same for only modules, adapters and weights, on a CPU: cheap enough for every step."""
         return self._written == self._written_now() and _same(self._held, self._held_now(), _is_lent)
 
     def _held_now(self) -> list[Any]:

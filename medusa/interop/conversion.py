@@ -37,7 +37,7 @@ from medusa.trees.candidate_tree import CandidateTree
 FORMATS: dict[str, ForeignFormat] = {
     each.name: each for each in (VLLM_MEDUSA, VLLM_EAGLE3, SPECULATORS, MEDUSA, MEDUSA_FULL)
 }
-"""Every format that is read; those with ``export`` are written too."""
+"""Every format that is read; formats with ``export`` are written too."""
 
 
 def _is_export(directory: Path) -> bool:

@@ -44,7 +44,7 @@ REQUIREMENTS_FILE = "medusa-heads\n"
 _LOADED: WeakKeyDictionary[CausalLM, dict[tuple[str, int], HeadsCheckpoint]] = WeakKeyDictionary()
 """Heads by the base that they were used with: a second call reads no files. They go when the base goes.
 
-A ``MedusaModel`` would keep its base from going, so each call makes one. That takes as long as one token of
+A ``MedusaModel`` would keep its base in memory, so each call makes one. It takes as long as one token of
 SmolLM2-135M (25 ms on one core)."""
 
 
@@ -82,8 +82,7 @@ def custom_generate(
 def _named_by_caller(revision: str | None) -> str:
     """The ``custom_generate`` of the ``transformers`` call two frames up.
 
-    A repository's file is copied before it runs and is not told where it came from; the method that calls it
-    knows.
+    A repository's file is copied before it runs and does not know its origin; the method that calls it does.
     """
     named = sys._getframe(2).f_locals.get("custom_generate")
     if not isinstance(named, str):

@@ -76,7 +76,7 @@ _SIZES = (
 )
 """Keys of a layer's configuration that are ours too."""
 _DEPTH_KEY = "num_speculative_tokens"
-"""Where a plain config.json from here says how deep its head drafts; engines are told by a flag."""
+"""Our key for the depth of drafts in a plain config.json; engines have a flag for it."""
 _DEFAULT_DEPTH = 5
 """How deep heads draft whose checkpoint does not say it, as most do not."""
 _REFUSED = {
@@ -87,7 +87,7 @@ _REFUSED = {
     "parallel_drafting": (False,),
     "model_type": ("llama",),
 }
-"""Keys of a layer's configuration that change what it computes, and the values that this head has."""
+"""Keys of a layer's configuration that change its arithmetic, and this head's values."""
 
 # ------------------------------------------------------------------ out
 
@@ -108,7 +108,7 @@ def _export_plain(request: ToExport) -> ExportedFiles:
 
 
 def _export_speculators(request: ToExport) -> ExportedFiles:
-    """An EAGLE-3 head in the layout of speculators, from which vLLM starts without being told the base."""
+    """An EAGLE-3 head in the layout of speculators, from which vLLM starts without a separate base."""
     head, weights, changes = _exported(request)
     verifier = {"name_or_path": request.base_name, "architectures": [type(request.base).__name__]}
     proposal = {
@@ -183,7 +183,7 @@ def _changes(request: ToExport, head: Eagle3Head, rows: Tensor) -> list[str]:
 
 
 def _layers_named(head: Eagle3Head, base: CausalLM) -> dict[str, list[int]]:
-    """The key of the layers, unless they are those that every engine takes without it."""
+    """The key of the layers, unless they are every engine's default."""
     try:
         usual = default_layers(base)
     except ValueError:  # too few layers to have any
@@ -331,7 +331,7 @@ def _head_of(request: ReadRequest, config: Mapping[str, Any], notes: Sequence[st
 
 
 def _tensors(request: ReadRequest) -> tuple[dict[str, Tensor], Path, str]:
-    """The tensors of a directory, the file that they are in, and what it calls ``midlayer.``.
+    """The tensors of a directory, their file, and its name for ``midlayer.``.
 
     The names of the other tensors are the plain layout's.
     """
@@ -360,7 +360,7 @@ def _check_layer(config: Mapping[str, Any], path: Path) -> None:
 def _layers_of(
     request: ReadRequest, config: Mapping[str, Any], nested: Mapping[str, Any], path: Path
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The fused layers, as vLLM takes them from config.json, and what was decided."""
+    """The fused layers, as vLLM takes them from config.json, and notes on decisions."""
     said: Any = list(request.fused_layers) or config.get(_LAYERS_KEY) or nested.get(_LAYERS_KEY)
     if not said:
         try:

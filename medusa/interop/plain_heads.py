@@ -2,8 +2,8 @@
 FasterDecoding/Medusa, the code of the Medusa paper (arXiv 2401.10774).
 
 Head k of K: L residual blocks x + SiLU(W x + b), then rows that score the vocabulary. The counts K and L, the
-hidden size D and the vocabulary V are read from names and shapes; what a config.json says of them is
-compared, and never used.
+hidden size D and the vocabulary V are read from names and shapes; the values in a config.json are only
+compared.
 
     heads    config.json, and medusa_lm_head.pt (v1) or medusa_lm_head.safetensors (v2): the state_dict of a
              ModuleList of Sequentials: {head}.{layer}.linear.weight, .bias, then {head}.{L}.weight (V, D),
@@ -50,7 +50,7 @@ from medusa.interop.protocol import (
 )
 
 _SCALE_KEY = "logit_scale"
-"""Where a config.json says what the logits are multiplied by; vLLM reads it."""
+"""The key of the logit scale in a config.json; vLLM reads it."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def places(template: str, names: Mapping[str, Any]) -> dict[str, dict[str, str]]
 def _renamed(
     tensors: Mapping[str, Tensor], names: TensorNames, to: TensorNames, num_layers: int
 ) -> dict[str, Tensor]:
-    """``tensors`` of heads with so many layers, from one format's names to those of another."""
+    """``tensors`` of heads with ``num_layers`` layers, renamed from one format to another."""
     return {
         theirs.format(**{"layer": num_layers, **place}): tensors[name]
         for ours, theirs in ((names.block, to.block), (names.rows, to.rows), (names.shared, to.shared))
@@ -103,7 +103,7 @@ class PlainHeads:
 
     @property
     def rows(self) -> list[Tensor]:
-        """Rows (V, D) of each head, or those that all share."""
+        """Rows (V, D) of each head, or the shared ones."""
         return [each for name, each in self.tensors.items() if name.startswith(("unembed.", _OURS.shared))]
 
     @property
@@ -169,7 +169,7 @@ def read_plain_heads(tensors: Mapping[str, Tensor], names: TensorNames, where: P
 
 
 def as_medusa_heads(plain: PlainHeads, base: CausalLM, where: Path, config: Mapping[str, Any]) -> MedusaHeads:
-    """Our module with these tensors, in float32, which guesses what they guess on ``base``.
+    """Our module with these tensors, in float32, with the same guesses on ``base``.
 
     Logits are scaled as ``config``, the config.json beside them, says; else as the base scales its own, where
     the rows are the base's.
@@ -211,7 +211,7 @@ def scale_of(heads: MedusaHeads) -> dict[str, float]:
 
 
 def stored_plain_heads(heads: MedusaHeads, names: TensorNames, rows: Tensor | None) -> dict[str, Tensor]:
-    """The tensors of ``heads`` under ``names``; those that score with ``rows`` (V, D), the base's, share
+    """The tensors of ``heads`` under ``names``; heads that score with ``rows`` (V, D), the base's, share
     them. A token map is expanded to V rows."""
     tensors = _renamed(heads.state_dict(), _OURS, names, heads.config.num_layers)
     if rows is not None:
@@ -220,7 +220,7 @@ def stored_plain_heads(heads: MedusaHeads, names: TensorNames, rows: Tensor | No
 
 
 def expanded_rows(rows: Tensor, token_map: Tensor) -> Tensor:
-    """Rows (V, D) that guess what the rows of ``token_map`` (V',) guess among ``rows`` (V, D).
+    """Rows (V, D) with the same best guesses as the rows of ``token_map`` (V',) among ``rows`` (V, D).
 
     A token outside the map gets the mean of the mapped rows. Its logit is the mean of the mapped logits,
     which is never above the highest of them: it is never guessed first.

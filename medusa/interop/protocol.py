@@ -55,7 +55,7 @@ class ExportedFiles:
 
 @dataclass(frozen=True)
 class ForeignHeads:
-    """Heads that were read from a directory of another project: they guess what they guess there."""
+    """Heads that were read from a directory of another project, with the same guesses."""
 
     heads: Heads
     dtype: torch.dtype
@@ -73,7 +73,7 @@ class ReadRequest:
     trust_tensors: bool = False
     """Where config.json contradicts the tensors, go by the tensors; else that is an error."""
     fused_layers: tuple[int, ...] = ()
-    """The layers that an EAGLE-3 head reads, in place of those that config.json speaks of."""
+    """The layers that an EAGLE-3 head reads, in place of the layers in config.json."""
     max_depth: int | None = None
     """How deep an EAGLE-3 head drafts, in place of what config.json says."""
 
@@ -124,8 +124,8 @@ def checked_against_config(
 ) -> tuple[str, ...]:
     """Notes of what config.json says otherwise than the tensors, which hold ``held``, by key.
 
-    A key of which the tensors say nothing (None) is no contradiction, nor one that is absent, unless
-    ``defaults`` has what it is then taken for.
+    A key without counterpart in the tensors (None) is no contradiction, nor a missing key, unless
+    ``defaults`` has its default value.
 
     Raises:
         ValueError: there is one, and the tensors are not trusted.

@@ -1,4 +1,4 @@
-"""Repositories of heads on the hub: what is in them, and how they get there.
+"""Repositories of heads on the hub: their content, and pushing.
 
     config.json, model.safetensors, ...     the heads directory, bit for bit; config.json names the base by
                                             its hub id
@@ -65,7 +65,8 @@ class _Pushed:
 
 
 def write_repository(folder: Path, heads: Path, facts: CardFacts, request: ToExport) -> list[str]:
-    """Write the files of a repository into the empty ``folder``; what the exports do otherwise, as sentences.
+    """Write the files of a repository into the empty ``folder``; returns sentences on differences of the
+    exports.
 
     Args:
         heads: the heads directory.
@@ -112,7 +113,7 @@ def check_repository_name(name: str) -> None:
 def push_folder(folder: Path, name: str, base: str, *, private: bool, overwrite: bool) -> _Pushed:
     """Push the files of ``folder`` to the repository ``name`` in one commit; it is created where it is not.
 
-    Files of an earlier push that ``folder`` does not have are deleted; other files are left alone.
+    Files of an earlier push that ``folder`` does not have are deleted; other files are kept.
 
     Args:
         base: hub id of the base that the card names; it must be there.
@@ -141,7 +142,7 @@ def push_folder(folder: Path, name: str, base: str, *, private: bool, overwrite:
     operations += [CommitOperationDelete(each) for each in deleted]
     with _explained_push_errors(api, name, user, is_empty=present is None):
         if present is None:
-            api.create_repo(name, private=private or None)  # None is what the account has chosen
+            api.create_repo(name, private=private or None)  # None is the account's default
         commit = api.create_commit(
             name,
             operations,
@@ -184,7 +185,7 @@ def _present(api: HfApi, name: str) -> tuple[str | None, list[str]] | None:
 def _explained_push_errors(
     api: HfApi, name: str, user: str | None = None, is_empty: bool = False
 ) -> Iterator[None]:
-    """Turn what the hub and the network raise in the block into a sentence that says what to do."""
+    """Turn errors of the hub and the network in the block into a sentence with advice."""
     try:
         yield
     except (HTTPError, OSError, RuntimeError) as error:  # RuntimeError: the upload of a large file failed
@@ -213,7 +214,7 @@ _EVALUATE = "evaluate them with `medusa evaluate`, whose --json writes such a re
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card says beside what the heads themselves hold."""
+    """The fields of a card that the heads directory does not hold."""
 
     repository: str
     """user/repo."""
@@ -221,13 +222,13 @@ class CardFacts:
     """Hub id of the base, perhaps with a revision."""
     checkpoint: HeadsCheckpoint
     exports: tuple[str, ...] = ()
-    """Formats that lie under exports/, names of :data:`medusa.interop.conversion.FORMATS`."""
+    """Formats under exports/, names of :data:`medusa.interop.conversion.FORMATS`."""
     evaluation: Mapping[str, Any] | None = None
     """The report of an evaluation; None where nothing was measured."""
     license: str | None = None
     """As the hub abbreviates it, such as apache-2.0."""
     datasets: tuple[str, ...] = ()
-    """Hub ids of what the heads were trained on."""
+    """Hub ids of the heads' training data."""
 
 
 def read_evaluation(path: Path, weights_sha256: str) -> dict[str, Any]:

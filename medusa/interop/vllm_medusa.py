@@ -5,12 +5,12 @@
                         original_lm_head (one lm_head.weight for all heads), truncated_vocab_size,
                         logit_scale (1 where it is not there)
     model.safetensors   blocks.{head}.layers.{layer}.weight and .bias, and lm_heads.{head}.weight (V, D) or
-                        lm_head.weight, for which lm_heads.0.weight alone will do; the names of the
-                        reference code are read too
+                        lm_head.weight, or just lm_heads.0.weight; the names of the reference code are read
+                        too
 
-vLLM raises where a tensor is missing, ignores those that it does not know, and takes any key with "num" and
-"heads" or "layers" in it for the count. A token_map, for which its code has a place, does not load. It
-verifies a chain of each head's best guess.
+vLLM raises where a tensor is missing, ignores unknown ones, and takes any key with "num" and "heads" or
+"layers" in it for the count. A token_map, for which its code has a place, does not load. It verifies a chain
+of each head's best guess.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _read(request: ReadRequest) -> ForeignHeads:
             "does not take the base's; `medusa import` reads such heads, and `medusa export --to "
             "vllm-medusa` writes them with the rows"
         )
-    held = _held(plain, config)  # whose keys are those of the config, where it has others for the counts
+    held = _held(plain, config)  # with the config's own keys for the counts
     defaults = {key: value for key, value in _DEFAULTS.items() if key in held}
     more = checked_against_config(config, held, config_path, path, request.trust_tensors, defaults)
     heads = as_medusa_heads(plain, request.base, path, config)

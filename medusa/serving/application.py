@@ -1,7 +1,7 @@
 """The HTTP application: OpenAI's endpoints over one :class:`medusa.serving.service.Service`.
 
-Nothing here decodes. What comes in has passed :mod:`medusa.serving.gate`, and an answer never shows a path,
-a template or a traceback. A client that disconnects has its answers dropped before the next step.
+Nothing here decodes. Requests have passed :mod:`medusa.serving.gate`, and an answer never shows a path, a
+template or a traceback. A client that disconnects has its answers dropped before the next step.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def create_application(service: Service, access: AccessOptions) -> FastAPI:
 
 
 def _page_headers(page: str) -> dict[str, str]:
-    """What the browser must hold ``page`` to: its own scripts and style alone, HTML from DOMPurify alone, and
-    nothing asked of another host."""
+    """The content security policy of ``page``: only its own scripts and style, HTML only from DOMPurify, and
+    no request to another host."""
     allowed = {
         tag: " ".join(
             f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'"
@@ -203,7 +203,7 @@ def _checked(raw: bytes, kind: Any) -> Any:
         check_keepable(body, "the body", MAX_DEPTH)
         asked = kind.model_validate(body)
         if isinstance(asked, ResponsesRequest):
-            _ = asked.chat  # what is wrong with it as a chat is told here
+            _ = asked.chat  # raises errors of the chat fields here
         return asked
     except ValidationError as error:
         wrong = most_specific_error(
@@ -230,7 +230,7 @@ class _Endpoints:
         A body or a grammar may take a second and a hundred megabytes, so few are worked on at once, and no
         more wait than could be answered.
         """
-        # The limiter counts those that wait only a turn of the loop later, and many may come in one turn.
+        # The limiter counts waiting requests only a turn of the loop later, and many may come in one turn.
         if self.num_given[threads] >= threads.total_tokens + self.most_waiting:
             raise overloaded()
         self.num_given[threads] += 1
@@ -418,7 +418,7 @@ def _event(body: Any) -> str:
 
 
 def _failure(reason: str | None) -> RequestError | None:
-    """What a client is told of an answer that ended in this way; None for a good end."""
+    """The error for an answer that ended in this way; None for a good end."""
     if reason == "timeout":
         return RequestError("the answer took longer than this server allows", 504, code="timeout")
     if reason == "overloaded":

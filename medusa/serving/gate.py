@@ -1,8 +1,8 @@
 """The gate before the application: hosts, origins, keys, body sizes and request ids, before anything is read.
 
-A browser would let any page reach what it can reach. A page of another site may give its own name the address
-of this server (DNS rebinding), and is then of the same origin for the browser. The ``Host`` that it sends is
-still that name. Keys are compared in constant time.
+A browser lets any page reach every address that it can reach itself. A page of another site may resolve its
+own name to the address of this server (DNS rebinding), and then has the same origin for the browser. The
+``Host`` that it sends is still that name. Keys are compared in constant time.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def answer_of(refusal: RequestError, scope: Any, headers: Mapping[str, str] | No
 
 
 def _log_refusal(scope: Any) -> None:
-    """One line for a request that was refused before it was counted, without what the client wrote."""
+    """One log line for a request that was refused before it was counted, without the client's text."""
     state = scope["state"]
     refusal = state.get("refusal")
     if refusal is not None and "is_logged" not in state:
@@ -159,16 +159,16 @@ def is_loopback(host: str) -> bool:
 
 
 def refusal_of_host(given: str, own_address: str, allowed: Collection[str]) -> RequestError | None:
-    """What a client is told that asks for the host ``given``, as its header has it; None where it may.
+    """The refusal of a request with the ``Host`` header ``given``; None where it is allowed.
 
     Args:
-        own_address: on which the connection came in.
-        allowed: names and addresses, beside that one and those of the loopback.
+        own_address: the address of the connection's local end. allowed: names and addresses, in addition to
+        that one and the loopback.
     """
     found = HOST.fullmatch(given)
     name = (found[1] or found[2] or "") if found else given
     address = _address(name)
-    # A page cannot rebind an address, and "any" is what a server that listens everywhere calls itself.
+    # A page cannot rebind an address, and a server that listens everywhere has the address "any".
     if is_loopback(name) or (address is not None and address.is_unspecified):
         return None
     if _normal(name) in map(_normal, (own_address, *allowed)):
@@ -181,7 +181,7 @@ def refusal_of_host(given: str, own_address: str, allowed: Collection[str]) -> R
 
 
 def refusal_of_origin(given: str, host: str, allowed: Collection[str]) -> RequestError | None:
-    """What a page of the origin ``given`` is told; None where it is of this very ``host``, or ``allowed``."""
+    """The refusal of a page of the origin ``given``; None where it is from this ``host``, or ``allowed``."""
     origin = given.lower()
     if origin.partition("://")[2] == host.lower() or "*" in allowed or origin in allowed:
         return None

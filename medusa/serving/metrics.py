@@ -15,7 +15,7 @@ SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5,
 
 
 class _BatchCollector(Collector):
-    """What the batches know by themselves, read when it is asked for."""
+    """Metrics of the batches, collected on demand."""
 
     def __init__(self, batches: Mapping[bool, Batch], num_submitted: Callable[[], int]):
         self.batches, self.num_submitted = batches, num_submitted

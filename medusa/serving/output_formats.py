@@ -1,8 +1,8 @@
-"""The forms in which models write answers, found from the chat template: where reasoning stands, and how a
-tool is called.
+"""Output formats of models, detected from the chat template: the tags of reasoning, and the syntax of tool
+calls.
 
-:mod:`medusa.serving.output_parser` reads all of them; what is here says which one a model knows, and gives
-the rules of a grammar (Lark, as llguidance reads it) by which a call is written in it.
+:mod:`medusa.serving.output_parser` reads all of them; this module detects the format of a model, and gives
+the grammar rules (Lark, as llguidance reads it) for calls in it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from medusa.acceptance.grammar import json_rule
 from medusa.prompts import reasoning_tags
 
 HARMONY = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>")
-"""What stands around and in the messages of gpt-oss; a final answer is one on the channel ``final``."""
+"""Control tokens of the messages of gpt-oss; the answer is on the channel ``final``."""
 NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 """Of a function that says nothing of them."""
 NAMES = {
@@ -35,14 +35,14 @@ ANNOTATIONS = {
 OF_PARAMETERS = {
     *("type", "properties", "required", "additionalProperties", "$defs", "definitions", *ANNOTATIONS),
 }
-"""Keys of the schema of all parameters that are kept where these stand one by one."""
+"""Keys of the schema of all parameters that can be kept where parameters are written one by one."""
 Terminals = Callable[[str], str]
 """A text as a part of a grammar: its control tokens as tokens."""
 
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """How a model writes what is no plain text."""
+    """The syntax of a model's reasoning and tool calls."""
 
     reasoning_tags: tuple[str, str] = ("", "")
     """What reasoning begins and ends with; empty where the template knows none."""
@@ -61,7 +61,7 @@ class OutputFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Control tokens that tell the parts of an answer apart."""
+        """Control tokens that separate the parts of an answer."""
         return (
             HARMONY
             if self.is_harmony
@@ -88,7 +88,7 @@ class OutputFormat:
         return ("thoughts" if in_reasoning else f"({as_terminals(begin)} thoughts)?"), rules
 
     def text_around(self, as_terminals: Terminals) -> str:
-        """What stands before an answer that is no call."""
+        """The text before an answer that is no call."""
         return as_terminals("<|channel|>final<|message|>") if self.is_harmony else ""
 
     @property
@@ -157,7 +157,7 @@ def types_of(schema: Any) -> set[str]:
 
 
 def _alternatives(schema: Any) -> list[Mapping[str, Any]]:
-    """The schemas one of which a value keeps to."""
+    """The alternatives of a schema; a value keeps to one of them."""
     if not isinstance(schema, Mapping):
         return []
     inner = [each for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for each in schema[key]]
@@ -170,8 +170,8 @@ def _may_be_any_text(schema: Any) -> bool:
 
 
 def _check_parameters(kind: str, name: str, schema: Mapping[str, Any]) -> None:
-    """Raise ValueError unless all that ``schema`` says of the parameters of ``name`` can be kept, where these
-    stand one by one, and read again."""
+    """Raise ValueError unless everything in ``schema`` about the parameters of ``name`` can be kept, with
+    parameters written one by one, and parsed."""
     of = f"the parameters of {name!r}"
     properties, types = schema.get("properties") or {}, schema["type"]
     if "object" not in (types if isinstance(types, list) else [types]):
@@ -195,7 +195,8 @@ def _check_parameters(kind: str, name: str, schema: Mapping[str, Any]) -> None:
 
 
 def _check_text(of: str, schema: Any) -> None:
-    """Raise ValueError where a parameter that may be a text, which stands there as it is, must be more."""
+    """Raise ValueError where a parameter that may be a text, which is written verbatim, has further
+    constraints."""
     if schema is False:
         raise ValueError(f"{of} may be nothing; leave it out")
     is_any = _may_be_any_text(schema)
@@ -218,7 +219,7 @@ def _keys_of(schema: Any, kept: set[str]) -> set[str]:
 
 
 def _texts_of(schema: Mapping[str, Any]) -> list[str]:
-    """The texts one of which a parameter must be that is a text and not any."""
+    """The allowed texts of a parameter that is an enumeration."""
     named = [each["enum"] if "enum" in each else [each["const"]] for each in _alternatives(schema)]
     texts = [text for each in named for text in each if isinstance(text, str) and "</parameter>" not in text]
     if not texts:
@@ -229,7 +230,7 @@ def _texts_of(schema: Mapping[str, Any]) -> list[str]:
 def _by_parameter(
     kind: str, index: int, name: str, schema: Mapping[str, Any], as_terminals: Terminals
 ) -> list[str]:
-    """A call whose parameters stand one by one, in the order of the schema: required ones first."""
+    """A call with its parameters one by one, in the order of the schema: required ones first."""
     _check_parameters(kind, name, schema)
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     properties = schema.get("properties") or {}
@@ -239,7 +240,7 @@ def _by_parameter(
     for number, key in enumerate(keys):
         value, place = properties[key], f"{index}_{number}"
         begin = f"<parameter={key}>\n" if kind == "xml" else f"{key}="
-        is_any = kind == "xml" and _may_be_any_text(value)  # as it stands, up to the first mark
+        is_any = kind == "xml" and _may_be_any_text(value)  # verbatim, up to the first mark
         rules.append(f"given_{place}: {json.dumps(begin)} value_{place}" + (' "\\n"' if is_any else ""))
         if is_any:
             rules.append(f'value_{place}[suffix="</parameter>"]: /(?s:.*)/')

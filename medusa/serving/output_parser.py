@@ -1,7 +1,7 @@
 """What an answer is made of: reasoning, text, and calls of tools, each handed on as its text comes.
 
-A reading is a generator that goes as far as the text allows, and yields where it needs more of it: a whole
-answer and a stream are read by the same lines. What turns out to be no call stays text.
+Parsing is a generator that goes as far as the text allows, and yields where it needs more: complete answers
+and streams share the code. Text that turns out to be no call stays text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 PYTHON_CALL = re.compile(r"\s*([A-Za-z_][\w.-]*)\(")
 RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 ARGUMENTS = ("arguments", "parameters")
-"""Keys under which models write what a call is given."""
+"""Keys under which models write the arguments of a call."""
 TYPES: dict[type, set[str]] = {
     bool: {"boolean"},
     int: {"integer", "number"},
@@ -41,7 +41,7 @@ class Part:
 
     kind: Literal["reasoning", "text", "call", "arguments"]
     text: str
-    """What is said; of a call the name of the tool; of arguments more of the JSON of that call."""
+    """The text; for a call the name of the tool; for arguments more of the JSON of that call."""
     number: int = 0
     """Of the call, from 0."""
 
@@ -54,10 +54,9 @@ class OutputParser:
     """Text in, parts out.
 
     Args:
-        form: how the model writes.
-        tools: the functions that were offered, by name; no others are called.
-        most: calls that are read; what comes behind them is dropped.
-        in_reasoning: the prompt has begun the reasoning.
+        output_format: the syntax of the model. tools: the offered functions, by name; no others are called.
+        most: largest number of calls; everything after them is dropped. in_reasoning: the prompt has opened
+        the reasoning.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class OutputParser:
             most,
             in_reasoning,
         )
-        self._held, self._at, self._is_whole = "", 0, False  # what has come, how far it is understood
+        self._held, self._at, self._is_whole = "", 0, False  # received text, parsed length
         self._blank, self._drops_blank = "", False
         self._parts: list[Part] = []
         self._reading = self._messages() if output_format.is_harmony else self._thoughts_and_rest()
@@ -246,7 +245,7 @@ class OutputParser:
         if not (yield from self._skip("{")):
             return False
         begin, key = self._at - 1, (yield from self._string())
-        if key in ARGUMENTS:  # the name may come behind: all of it is waited for
+        if key in ARGUMENTS:  # the name may come later: wait for the complete object
             self._at = begin
             return (yield from self._call_by_whole_object())
         if key != "name" or not (yield from self._skip(":")):
@@ -308,7 +307,7 @@ class OutputParser:
         return True
 
     def _xml_value(self, schema: Any) -> Waiting:
-        """A text as it stands, or what Python or JSON would write; both where ``schema`` leaves it open."""
+        """A text verbatim, or a value in Python or JSON syntax; both where ``schema`` leaves it open."""
         while not self._held and not self._is_whole:
             yield
         self._held = self._held.removeprefix("\n")

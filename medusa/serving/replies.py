@@ -30,13 +30,11 @@ def read(reader: OutputParser, update: Update) -> tuple[list[Part], str | None]:
 
 
 class Replies:
-    """The objects of one reply; those of its chunks share an id.
+    """The objects of one reply; its chunks share an id.
 
     Args:
-        asked: the request.
-        tokenizer: names the tokens in log-probabilities.
-        reader_of: makes what reads one answer to a chat.
-        echoed: what stands before each answer to a text that is to be given back.
+        asked: the request. tokenizer: names the tokens in log-probabilities. reader_of: makes the parser of
+        one answer to a chat. echoed: the prompt that precedes each completion with ``echo``.
     """
 
     def __init__(
@@ -194,9 +192,9 @@ def _add_to_calls(calls: list[dict[str, Any]], part: Part) -> None:
 
 
 def usage_of(num_prompt: int, num_reused: int, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Tokens of the prompt, how many of these were not read again, tokens of all answers, and what guessing
-    did, by depth from 1 on. Of a prediction, the tokens that appear in the answer are accepted, and the
-    others rejected, as OpenAI defines them."""
+    """Numbers of prompt tokens, cached prompt tokens, tokens of all answers, and drafted and accepted tokens
+    by depth from 1 on. Tokens of a prediction that appear in the answer count as accepted, the others as
+    rejected, as OpenAI defines them."""
     num_tokens, num_steps = (
         sum(getattr(each, name) for each in answers) for name in ("num_tokens", "num_steps")
     )
@@ -225,8 +223,8 @@ def usage_of(num_prompt: int, num_reused: int, answers: Sequence[Answer]) -> dic
 
 
 def common_subsequence_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Tokens of ``first`` that stand in ``second`` in the same order, as many as can be: bit-parallel, with a
-    row of the table in a whole number (Hyyrö, 2004)."""
+    """The length of the longest common subsequence of ``first`` and ``second``: bit-parallel, with a row of
+    the table in an integer (Hyyrö, 2004)."""
     tokens = np.asarray(first)
     places = {
         token: int.from_bytes(np.packbits(tokens == token, bitorder="little").tobytes(), "little")
@@ -245,7 +243,7 @@ def _finite(logprob: float) -> float:
 
 
 class RequestError(Exception):
-    """A request that is not answered; ``status`` is that of HTTP."""
+    """A request that is not answered; ``status`` is the HTTP status."""
 
     def __init__(
         self,

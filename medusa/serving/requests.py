@@ -1,7 +1,7 @@
 """What clients may ask: the bodies of the endpoints, checked field by field.
 
-Fields that are not named here are ignored, as clients expect, and told (:meth:`Body.unread`); fields that are
-named and cannot be honoured are refused, so that nobody gets something else than was asked for.
+Unknown fields are ignored, as clients expect, and reported (:meth:`Body.unread`); known fields that cannot be
+honoured are refused, so that nobody gets something else than requested.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ MAX_TOOLS = 128
 MAX_MESSAGES, MAX_PARTS, MAX_CALLS = 2048, 1024, 128
 MAX_BIASES = 4096
 MAX_FIELDS, MAX_NAME = 512, 64
-"""Fields of an object, known or not, and characters of a name that are told."""
+"""Largest numbers of an object's fields, known or not, and of reported characters of a name."""
 MAX_TOKENS = 2**20
 MAX_PROMPTS = 64
 TYPE_NAME = re.compile(r"str|int|float|bool|[a-z-]+\[.*\]|[A-Z]\w*")
-"""What pydantic puts behind a field that may have several types."""
+"""Suffixes that pydantic appends to a field with several types."""
 TOKEN_ID = re.compile(r"[0-9]{1,10}")
 TEMPLATE_PARAMETERS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 """What rendering a conversation takes beside what its template reads."""
@@ -75,7 +75,7 @@ def _finite(number: str) -> float:
 
 
 def shortened(name: str) -> str:
-    """A name that a client has written, as it is told and logged: not at any length."""
+    """A client's name, shortened for replies and logs."""
     return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}..."
 
 
@@ -102,7 +102,7 @@ def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 Parameters = Annotated[dict[str, Any], AfterValidator(_of_an_object)]
-"""The schema of what a function is given."""
+"""The schema of a function's arguments."""
 TemplateArguments = Annotated[dict[str, Any], BeforeValidator(_few), AfterValidator(_for_the_template)]
 """What a client tells the chat template by its own names."""
 Token = Annotated[int, Field(strict=True)]
@@ -112,7 +112,7 @@ Penalty = Annotated[float, Field(strict=True, ge=-2, le=2)]
 
 
 class Body(BaseModel):
-    """A part of a request. null leaves a field out: clients send it for what they do not care about."""
+    """A part of a request. null leaves a field out: clients send it for fields that they do not use."""
 
     model_config = ConfigDict(extra="allow")
     passes_extra_fields: ClassVar[bool] = False
@@ -149,7 +149,7 @@ class StreamOptions(Body):
 
     include_usage: StrictBool = False
     include_depths: StrictBool = False
-    """Ours: ``medusa`` in each choice, the text in pieces with the depth of the guess behind each."""
+    """Our own: ``medusa`` in each choice, the text in pieces with the depth of each."""
 
 
 FormKind = Literal["json", "regex", "choice", "grammar"]
@@ -249,7 +249,7 @@ def text_of(content: str | Sequence[TextPart] | None) -> str:
 
 
 class Prediction(Body):
-    """What a client expects the answer to be (OpenAI's predicted outputs): guesses are copied from it."""
+    """The answer that a client expects (OpenAI's predicted outputs): drafts are copied from it."""
 
     type: Literal["content"]
     content: Content
@@ -440,7 +440,7 @@ class NamedTool(Body):
 
 
 class Rendering(Body):
-    """What a chat template is told beside the messages."""
+    """The chat template options."""
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FIRST_ALONE] | None = None
     add_generation_prompt: StrictBool = True
@@ -452,7 +452,7 @@ class Rendering(Body):
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """By the names that templates know, and those of ``apply_chat_template``."""
+        """By the names in templates and in ``apply_chat_template``."""
         begins = self.add_generation_prompt and not self.continue_final_message
         arguments: dict[str, Any] = {"add_generation_prompt": begins}
         if self.continue_final_message:
@@ -492,14 +492,14 @@ class ChatRequest(SharedFields, Rendering):
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of, as its chat template reads them."""
+        """The tools for the chat template."""
         if self.tool_choice == "none":
             return []
         return [tool.model_dump(exclude_unset=True) for tool in self.tools or []]
 
     @property
     def must_call(self) -> list[dict[str, Any]]:
-        """The functions of which one must be called; none where the model may answer otherwise."""
+        """The functions of which one must be called; empty where the model may answer without a call."""
         functions = [tool["function"] for tool in self.offered]
         if isinstance(self.tool_choice, NamedTool):
             return [each for each in functions if each["name"] == self.tool_choice.function.name]
@@ -599,10 +599,10 @@ def _prompts_of(given: Any) -> list[str | list[int]]:
 
 
 def sampling_arguments(asked: SharedFields) -> dict[str, Any]:
-    """For ``MedusaModel.request``: what ``generate`` is told, with OpenAI's defaults (temperature 1).
+    """For ``MedusaModel.request``: the arguments of ``generate``, with OpenAI's defaults (temperature 1).
 
-    What a model's own generation configuration says of sampling takes no part: clients of this protocol
-    expect the distribution as it is.
+    The sampling options of a model's generation configuration are not used: clients of this protocol expect
+    the unchanged distribution.
     """
     temperature = 1.0 if asked.temperature is None else asked.temperature
     if temperature < LEAST_TEMPERATURE:
@@ -625,7 +625,7 @@ def field_of(location: tuple[Any, ...]) -> str:
 
 
 def most_specific_error(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The error that says most: where a field may have several types, that of the type that fits furthest."""
+    """The most specific error: for a field with several types, the error of the type that fits best."""
 
     def depth(error: Mapping[str, Any]) -> tuple[int, list[int]]:
         return len(error["loc"]), [part for part in error["loc"] if isinstance(part, int)]

@@ -138,7 +138,7 @@ def _few_pairs(given: Any) -> Any:
 
 
 class ResponsesRequest(SharedFields):
-    """``POST /v1/responses``. ``input`` is a conversation, or what the user says."""
+    """``POST /v1/responses``. ``input`` is a conversation, or the user's message."""
 
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES), FIRST_ALONE]
     instructions: str | None = None
@@ -219,7 +219,7 @@ class ResponsesRequest(SharedFields):
 
 
 def rename_error_fields(error: RequestError) -> RequestError:
-    """What was said of a field of a chat, with the name that the field has here."""
+    """The error of a chat field, with the name of that field in this protocol."""
     text = str(error)
     for name, ours in IN_WORDS_OF_CHAT.items():
         text = text.replace(name, ours)

@@ -20,7 +20,7 @@ from medusa.serving.service import Service
 from medusa.serving.settings import AccessOptions, AddressOptions
 
 LAST_SECONDS = 2.0
-"""In which clients can read what they are told of answers that the end of the server cuts off."""
+"""Seconds to flush error events to clients after shutdown."""
 
 log = logging.getLogger("medusa.serving")
 
@@ -50,7 +50,7 @@ class SignalledServer(uvicorn.Server):
         self.service.worker.end()
         await asyncio.sleep(LAST_SECONDS)
         for connection in [*self.server_state.connections]:
-            connection.transport.abort()  # whose client reads nothing, or sends nothing more
+            connection.transport.abort()  # its client reads nothing, or sends nothing more
 
 
 def check_certificate(address: AddressOptions) -> None:
@@ -107,8 +107,8 @@ def run_server(
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket with this address, which does not listen yet; taken before a model is loaded, so that a port
-    in use is said at once.
+    """A socket with this address, which does not listen yet; bound before a model is loaded, so that a port
+    in use is reported at once.
 
     Raises:
         OSError: the address cannot be had.

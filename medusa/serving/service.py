@@ -1,4 +1,4 @@
-"""One model behind the protocol: from a checked request to answers under way, and what the server allows."""
+"""One model with the protocol: from a checked request to running answers, and the limits of the server."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ from medusa.serving.worker import Answer, AnswerText, Update, Worker, WorkerEnde
 RETRY_AFTER = 2
 """Seconds after which a client may ask again when there is no room."""
 TEMPLATE_ERRORS = (TemplateError, TypeError, KeyError, ValueError, RecursionError)
-"""What a chat template may raise about what it is given."""
+"""Exceptions that a chat template may raise about its input."""
 TEXT_RULES: dict[str, Callable[[str, Any], str]] = {
     "json": json_rule,
     "regex": pattern_rule,
     "choice": choice_rule,
     "grammar": lark_rule,
 }
-"""The rule of a grammar for each kind of form that a client may ask for."""
+"""The grammar rule for each kind of structured output."""
 CPU_CHUNK = 64
 """Prompt tokens at a time on a CPU: there a token costs no more in a short chunk than in a long one, and
 running answers wait for the whole of it."""
@@ -68,13 +68,13 @@ PLAIN_ROWS = 4
 
 
 def overloaded() -> RequestError:
-    """What a client is told when there is no room."""
+    """The error without free capacity."""
     text = "the server is busy: as many requests wait as may; try again later"
     return RequestError(text, 503, code="overloaded", retry_after=RETRY_AFTER)
 
 
 def shutting_down() -> RequestError:
-    """What a client is told where the server is about to end."""
+    """The error of a server that is about to end."""
     text = "the server is shutting down; ask again when it is back"
     return RequestError(text, 503, code="shutting_down", retry_after=RETRY_AFTER)
 
@@ -84,11 +84,11 @@ def _bytes(mib: int | None) -> int | None:
 
 
 class Service:
-    """Answers requests with one model. What cannot be had is told by a :class:`RequestError`.
+    """Answers requests with one model. Requests that cannot be served raise a :class:`RequestError`.
 
     Args:
-        template_options: what the chat template is told where a request does not say it.
-        num_owners: clients with a key of their own, among whom the memory of answers is divided.
+        template_options: default chat template options. num_owners: clients with a key of their own, among
+        whom the suffix cache is divided.
 
     Raises:
         ValueError: the model has no tokenizer, or its steps cannot be shared.
@@ -106,7 +106,7 @@ class Service:
         self.model, self.options, self.tokenizer = model, options, model.tokenizer
         self.template_options, self.num_owners = template_options or {}, num_owners
         self.names = options.served_model_name or (PurePath(model.base.name_or_path or "model").name,)
-        """Under which clients may ask; the first is what the model is called."""
+        """Model names that clients may use; the first is the official one."""
         self.limits = BatchLimits(
             max_rows=options.max_rows,
             max_waiting=options.max_waiting,
@@ -194,7 +194,7 @@ class Service:
         cut, *others = self._cut([messages, [*tools], dict(arguments)])
         if [cut, *others] == [messages, [*tools], arguments]:
             return text
-        # Some templates look for such text in what the model has said, as where its thoughts end.
+        # Some templates look for such text in earlier answers, such as the end of reasoning.
         said = [old if old["role"] == "assistant" else new for old, new in zip(messages, cut, strict=True)]
         for given in (cut, said):
             marked = self._rendered(given, *others)
@@ -218,7 +218,7 @@ class Service:
         return re.compile("|".join(map(re.escape, as_terminals)) or "(?!)")
 
     def _cut(self, given: Any) -> Any:
-        """``given`` with the mark behind the first character of each control token in its texts."""
+        """``given`` with the mark after the first character of each control token in its texts."""
         if isinstance(given, str):
             return self._controls.sub(lambda found: f"{found[0][0]}{self._mark}{found[0][1:]}", given)
         if isinstance(given, list):
@@ -243,7 +243,7 @@ class Service:
         return sorted(end_ids(self.model.base, self.tokenizer))
 
     def grammar(self, asked: ChatRequest | CompletionRequest, prompt: Sequence[int]) -> Grammar:
-        """What the answer to ``prompt`` must keep to, behind its reasoning, where it ``is_formed``."""
+        """The grammar of the answer to ``prompt``, after its reasoning, where it ``is_formed``."""
         chat = asked if isinstance(asked, ChatRequest) else None
         text, must_call = asked.text_form, chat.must_call if chat else []
         name = "tool_choice" if must_call or text is None else text.field
@@ -279,7 +279,7 @@ class Service:
 
     @functools.cached_property
     def _marks(self) -> dict[int, str]:
-        """The control tokens that tell the parts of an answer apart, which are no text otherwise."""
+        """The control tokens that separate the parts of an answer, which are no text otherwise."""
         return {id: name for id, name in self._control_names.items() if name in self.output_format.marks}
 
     @functools.cached_property
@@ -384,9 +384,8 @@ class Service:
         grammar: Grammar | None = None,
         owner: Hashable = None,
     ) -> list[Answer]:
-        """The ``n`` answers to each of ``prompts``, not yet under way; choice i draws from ``seed + i``, and
-        is told of by the listener of its number among all. What is read for them is read again for other
-        owners."""
+        """The ``n`` answers to each of ``prompts``, not yet started; choice i draws from ``seed + i``, and
+        reports to the listener with its number among all. Their prefixes are not shared with other owners."""
         expected: list[int] = []
         if asked.prediction is not None:
             text = text_of(asked.prediction.content)
@@ -452,7 +451,7 @@ class Service:
             yield request
 
     def corpus_of(self, owner: Hashable) -> SuffixCorpus | None:
-        """What was answered to ``owner`` before; None where nothing is remembered.
+        """The suffix cache of ``owner``; None where it is switched off.
 
         Raises:
             ValueError: the memory is too small for the number of owners, or cannot be searched here.

@@ -1,4 +1,4 @@
-"""What a server can be told: what it serves and how much at once, where it listens, and to whom.
+"""The options of a server: capacity, address and access.
 
 These are options of ``medusa serve``, and are read without torch.
 """
@@ -67,7 +67,7 @@ class AddressOptions:
     port: int = 8000
     """0 takes any that is free, and says which."""
     tls_certificate: str | None = None
-    """A file with the certificate, and those between it and a known one (PEM): answers over https alone."""
+    """PEM file with the certificate chain. Serves HTTPS only."""
     tls_key: str | None = None
     """A file with its private key; none: it is in the same file."""
     grace: float = 30.0

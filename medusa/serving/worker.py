@@ -1,8 +1,8 @@
-"""The thread that decodes: it alone touches the batches, and tells each request what it got.
+"""The decode thread: only it touches the batches, and it reports output to each request.
 
-Requests come in as :class:`Answer` from any thread. Each has a listener, which this thread calls with what is
-new. Where plain requests are allowed they have a batch of their own; where both are busy they share the
-machine's time evenly, so that two answers to one question can be raced.
+Requests come in as :class:`Answer` from any thread. Each has a listener, which this thread calls with new
+output. Plain requests, if allowed, have a batch of their own; while both are busy they share the machine's
+time evenly, so that two answers to one question can be raced.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Piece:
 
     text: str
     depth: int
-    """The depth of the guess behind it; 0 for the base model's own."""
+    """The depth of its draft token; 0 for the base model's own."""
     is_shown: bool = True
     """Control tokens are not, and a stop string may hold them."""
 
@@ -42,7 +42,7 @@ class Piece:
 class AnswerText:
     """The text of an answer under way, tokens in, pieces out: whole characters, and nothing of a stop string.
 
-    What could still become a stop string is held back until it cannot, whichever tokens and steps it spans.
+    Text that could still become a stop string is held back until it cannot, across tokens and steps.
     ``marks`` are control tokens, by id, that are text; ``controls`` are all of them, which stop strings may
     spell.
     """
@@ -61,8 +61,8 @@ class AnswerText:
         """A stop string has come; nothing follows."""
 
     def feed(self, tokens: Sequence[int], depths: Sequence[int]) -> tuple[int, list[Piece]]:
-        """How many of the tokens belong to the text, and what they make certain; ``depths`` are those of the
-        guesses behind them.
+        """The number of tokens that belong to the text, and the text that is certain; ``depths`` are the
+        tokens' own.
 
         Taken one by one, so that where the text stops does not depend on how many tokens a step gives.
         """
@@ -110,7 +110,7 @@ def _shown(pieces: list[Piece]) -> list[Piece]:
 
 
 def _place(pieces: list[Piece], num_shown: int) -> int:
-    """Characters up to and with so many that are shown."""
+    """The number of characters up to and including the ``num_shown``-th shown one."""
     length = 0
     for piece in pieces:
         if piece.is_shown:
@@ -168,7 +168,7 @@ class Answer:
         self.deadline = self.arrived + seconds
         self.num_tokens = self.num_steps = 0
         self.drafted, self.accepted = Counter[int](), Counter[int]()
-        """Guesses by their depth, and tokens by that of the guess behind them; 0 for the base model's own."""
+        """Draft tokens by depth, and emitted tokens by depth; 0 for the base model's own."""
         self.prediction = prediction
         """Tokens that the client expects."""
         self.finish_reason: str | None = None
@@ -194,11 +194,11 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="medusa-decoding", daemon=True)
 
     def start(self) -> None:
-        release_threads()  # those that loaded the model
+        release_threads()  # threads that loaded the model
         self._thread.start()
 
     def end(self) -> None:
-        """Have the thread end after the step under way; what is not answered then is told so."""
+        """Have the thread end after the running step; unfinished answers get an error."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -233,15 +233,15 @@ class Worker:
             self._changed.notify()
 
     def check_room(self, is_plain: bool, num_answers: int) -> None:
-        """Raise QueueFull where so many answers would not be taken in now."""
+        """Raise QueueFull where ``num_answers`` more answers have no room."""
         batch = self.batches[is_plain]
-        with self._changed:  # also held by whoever submits
+        with self._changed:  # also held by submitters
             num_added = sum(answer.is_plain is is_plain for answer in self._added)
             if num_answers and num_added + num_answers > max(0, batch.free_capacity):
                 raise QueueFull(f"{len(batch.waiting)} requests wait already")
 
     def cancel(self, answers: Sequence[Answer]) -> None:
-        """Drop ``answers`` before the next step; those that have ended already are left alone."""
+        """Drop ``answers`` before the next step; finished ones are ignored."""
         with self._changed:
             self._cancelled.extend(answers)
             self._changed.notify()
@@ -250,7 +250,7 @@ class Worker:
         while not self._is_closing:
             try:
                 self._decode()
-            except BaseException:  # whatever it was: those who come later are answered
+            except BaseException:  # whatever it was: later requests are answered
                 log.exception("decoding has failed; the answers under way are lost")
             self._lose_answers()
 
@@ -262,7 +262,7 @@ class Worker:
                 self._step(min(busy, key=lambda is_plain: self.seconds[is_plain]))
 
     def _lose_answers(self) -> None:
-        """End what is under way with an error, and at the end what waits too."""
+        """End running answers with an error, and at the end waiting ones too."""
         with self._changed:
             lost, self._active = self._active, set()
             reason = "shutdown" if self._is_closing else "error"
@@ -274,7 +274,7 @@ class Worker:
             self._end(answer, reason)
 
     def _take_changes(self) -> bool:
-        """Take in what was submitted and cancelled, waiting while there is nothing to do; false to end."""
+        """Take in submissions and cancellations, waiting while there is nothing to do; false to end."""
         with self._changed:
             while not (self._is_closing or self._added or self._cancelled or self._is_busy):
                 self._changed.wait()
