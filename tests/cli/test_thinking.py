@@ -166,7 +166,7 @@ class Asked:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "template_kwargs"),
     [
         ([], {}),
         (["--enable-thinking"], {"enable_thinking": True}),

@@ -27,7 +27,7 @@ from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.training.config import LossOptions
 from medusa.training.data.dataset import Document, Documents
 from medusa.training.data.loading import Dataset, load_data
-from medusa.training.losses import added, align
+from medusa.training.losses import add_metrics, align
 from medusa.training.recipes.frozen import AutoregressiveLoss
 from medusa.training.run.metrics import calibrated_tree
 from medusa.training.run.trainer import Trainer
@@ -181,7 +181,7 @@ def test_packed_documents_have_the_loss_of_documents_alone(tmp_path):
         with torch.no_grad():
             for batch in batches:
                 _, more = trainer.loss(*source(batch), embedding, torch.ones(DEPTH), trainer.recipe.teacher)
-                sums = added(sums, more)
+                sums = add_metrics(sums, more)
         metrics.append(sums)
     torch.testing.assert_close(metrics[0].loss, metrics[1].loss, rtol=1e-4, atol=1e-3)
     assert metrics[0].num_scored.tolist() == metrics[1].num_scored.tolist()

@@ -320,7 +320,7 @@ def test_only_the_head_whose_loss_runs_is_whole(mesh, monkeypatch):
 def test_a_head_is_split_again_after_an_error(mesh):
     problem = Problem("full")
     _, split = split_loss(problem, mesh, "ce")
-    with pytest.raises(FloatingPointError), split.whole(0, {}):
+    with pytest.raises(FloatingPointError), split.gathered(0, {}):
         raise FloatingPointError
     assert all(isinstance(each, DTensor) for each in problem.heads.parameters_of(0))
 
