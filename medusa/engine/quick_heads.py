@@ -49,6 +49,7 @@ def quick_heads(heads: AnyHeads, lm_head: nn.Module) -> AnyHeads:
                     setattr(module, name, PackedLinear(child, int8=True))
         if isinstance(heads, MedusaHeads):
             quick.__class__ = QuickHeads
+            quick._modules.pop("paths", None)
             quick.path_products = nn.ModuleList(
                 Product([weight.detach()], None, int8=True) for weight in getattr(heads, "paths", ())
             )

@@ -16,14 +16,21 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_states, lm_head
+from medusa.base.causal_lm import (
+    CausalLM,
+    cache_bytes_per_token,
+    embedding_weight,
+    hidden_states,
+    lm_head,
+)
 from medusa.decoding.statistics import DecodingStatistics
-from medusa.engine import QUANTISED
-from medusa.engine.kernels import narrowest_dtype
+from medusa.engine.kernels import Product
+from medusa.engine.views import JoinedLinear
 from medusa.hardware import DeviceRates
 from medusa.heads.autoregressive_head import AutoregressiveHead
+from medusa.heads.draft_vocab import GatheredRows
 from medusa.model import MedusaModel
 from medusa.trees.rank_counts import RankCounts
 
@@ -55,57 +62,60 @@ def step_floor_seconds(
     with_heads: bool,
 ) -> float:
     """The least time in which ``rates`` allow a step: N nodes for B rows of ``num_cached`` tokens each."""
-    weights = read_weights(model.base)
-    num_bytes = sum(_stored_bytes(model, weight) for weight in weights)
-    num_bytes += num_rows * num_cached * cache_bytes(model.base)
-    num_operations = 2.0 * sum(weight.numel() for weight in weights) * num_nodes * num_rows
+    num_bytes, num_weights = pass_cost(model.runner)
+    num_bytes += num_rows * num_cached * cache_bytes_per_token(model.runner)
+    num_operations = 2.0 * num_weights * num_nodes * num_rows
     if with_heads:
         head_bytes, head_operations = heads_cost(model)
         num_bytes, num_operations = num_bytes + head_bytes, num_operations + head_operations * num_rows
     return rates.floor_seconds(num_bytes, num_operations)
 
 
-def _stored_bytes(model: MedusaModel, weight: Tensor) -> float:
-    """What a pass reads for a parameter of the base, as the engine holds it."""
-    engine = model.runtime.engine
-    if weight.dim() != 2 or engine == "eager":
-        return weight.nbytes
-    return weight.numel() * (1 if engine in QUANTISED else narrowest_dtype(weight.detach()).itemsize)
+def pass_cost(runner: CausalLM) -> tuple[float, int]:
+    """Bytes that a forward pass reads of the weights, and how many weights it multiplies each node with.
 
-
-def read_weights(base: CausalLM) -> list[Tensor]:
-    """What a forward pass reads whole: every parameter once, an input embedding of its own left out.
-
-    If the input embedding is not also the LM head, only the rows of the tokens are read.
+    Of an input embedding only the rows of the tokens are read, so it counts where it is the LM head
+    too, and no packed copy takes its place there.
     """
-    rows_only = base.get_input_embeddings().weight
-    if rows_only is embedding_weight(lm_head(base)):
-        return list(base.parameters())
-    return [parameter for parameter in base.parameters() if parameter is not rows_only]
+    rows_only, output = runner.get_input_embeddings(), lm_head(runner)
+    is_read_whole = rows_only.weight is embedding_weight(output) and not isinstance(output, Product)
+    return _read_whole(runner, leave_out=None if is_read_whole else rows_only)
 
 
-def cache_bytes(base: CausalLM) -> int:
-    """Bytes of keys and values that one token of one row holds, in the base's precision."""
-    config = base.config.get_text_config(decoder=True)
-    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * num_heads * width * base.dtype.itemsize
+def _read_whole(model: nn.Module, leave_out: nn.Module | None = None) -> tuple[float, int]:
+    """Bytes and number of the weights that ``model`` computes with: packed ones as they lie, each tensor
+    once. Beside a product stand, for other code, the weight that it was made of and rows to look up."""
+    weights: dict[int, Tensor] = {}
+    num_bytes, num_weights = 0.0, 0
+    for module in model.modules():
+        if module is leave_out or isinstance(module, JoinedLinear):
+            continue
+        names = dict(module.named_parameters(recurse=False))
+        if isinstance(module, Product):
+            names.pop("weight", None)
+            packed = (each for name, each in module.named_buffers(recurse=False) if name != "rows")
+            num_bytes += sum(each.nbytes for each in packed)
+            num_weights += module.width * module.num_inputs
+        weights |= {id(each): each for each in names.values()}
+    tensors = weights.values()
+    return num_bytes + sum(each.nbytes for each in tensors), num_weights + sum(map(Tensor.numel, tensors))
 
 
 def heads_cost(model: MedusaModel) -> tuple[float, float]:
-    """Bytes the heads read in a step, and operations they do for a row."""
-    heads = model.heads
+    """Bytes the heads read in a step, as the engine computes them, and operations they do for a row."""
+    heads = model.drafting_heads
     assert heads is not None, "asked only with heads"
     runs = (
         heads.num_heads / heads.num_layers if isinstance(heads, AutoregressiveHead) else 1
     )  # once for each depth of a chain
-    num_bytes = runs * sum(parameter.nbytes for parameter in heads.parameters())
-    num_weights = runs * sum(parameter.numel() for parameter in heads.parameters())
-    if heads.scores_base_rows:
-        rows = embedding_weight(lm_head(model.base))  # read once, by all heads
-        scored = rows if heads.token_map is None else rows[: len(heads.token_map)]
-        num_bytes += scored.nbytes
-        num_weights += scored.numel() * heads.num_heads
+    scorer: Any = heads.scorer
+    num_bytes, num_weights = (runs * each for each in _read_whole(heads, leave_out=scorer))
+    if heads.scores_base_rows:  # read once, by all heads
+        if isinstance(scorer, GatheredRows):
+            read = float(scorer.rows.nbytes), scorer.rows.numel()
+        else:
+            read = _read_whole(lm_head(model.runner) if scorer is None else scorer)
+        num_bytes, num_weights = num_bytes + read[0], num_weights + read[1] * heads.num_heads
     return float(num_bytes), 2.0 * num_weights
 
 

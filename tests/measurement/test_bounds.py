@@ -2,34 +2,33 @@
 
 import pytest
 import torch
-from conftest import random_prompts, tiny_model
+from conftest import GROUPED, random_prompts, tiny_model
 from tiny_chat import chat_base, chat_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import HeadsConfig, MedusaHeads, MedusaModel
+from medusa.base.loading import load_base
+from medusa.engine.kernels import missing_kernels
+from medusa.engine.loading import load_for_engine
+from medusa.engine.views import packed_bytes
 from medusa.hardware import DeviceRates
 from medusa.measurement.bounds import (
     best_expected_tokens,
-    cache_bytes,
     divergence,
     heads_cost,
-    read_weights,
+    pass_cost,
     step_floor_seconds,
 )
 from medusa.trees.rank_counts import RankCounts
-from medusa.trees.tuned_trees import Runtime
 
 
 def test_an_input_embedding_of_its_own_is_not_read_whole_and_a_shared_one_is():
     untied = chat_base()
     everything = sum(parameter.numel() for parameter in untied.parameters())
-    assert sum(weight.numel() for weight in read_weights(untied)) == everything - 260 * 32
+    assert pass_cost(untied) == (4 * (everything - 260 * 32), everything - 260 * 32)
     tied = chat_base()
     tied.lm_head.weight = tied.model.embed_tokens.weight
-    assert sum(weight.numel() for weight in read_weights(tied)) == everything - 260 * 32
-
-
-def test_a_cached_token_holds_a_key_and_a_value_in_every_layer():
-    assert cache_bytes(chat_base()) == 2 * 2 * 2 * 8 * 4  # k and v, layers, heads, width, bytes
+    assert pass_cost(tied)[1] == everything - 260 * 32
 
 
 def test_heads_read_the_shared_unembedding_once_and_multiply_it_for_every_head():
@@ -44,24 +43,40 @@ def test_heads_read_the_shared_unembedding_once_and_multiply_it_for_every_head()
 
 def test_a_step_is_bound_by_reading_or_by_computing():
     model = chat_model()
-    weights = sum(weight.numel() for weight in read_weights(model.base))
+    weights = pass_cost(model.runner)[1]
     slow_memory = DeviceRates(bytes_per_second=1.0, operations_per_second=1e30)
     floor = step_floor_seconds(model, slow_memory, 8, num_rows=2, num_cached=10, with_heads=False)
-    assert floor == 4 * weights + 2 * 10 * cache_bytes(model.base)
+    a_token = 2 * 2 * 2 * 8 * 4  # k and v, layers, heads, width, bytes
+    assert floor == 4 * weights + 2 * 10 * a_token
     slow_arithmetic = DeviceRates(bytes_per_second=1e30, operations_per_second=1.0)
     floor = step_floor_seconds(model, slow_arithmetic, 8, num_rows=2, num_cached=10, with_heads=True)
     assert floor == 2 * weights * 8 * 2 + heads_cost(model)[1] * 2
 
 
-def test_an_engine_that_quantises_reads_a_byte_of_a_weight(monkeypatch):
-    model = chat_model()
-    monkeypatch.setattr(MedusaModel, "runtime", Runtime("a processor", "float32", "int8"))
-    slow_memory = DeviceRates(bytes_per_second=1.0, operations_per_second=1e30)
-    weights = read_weights(model.base)
-    norms = sum(weight.numel() for weight in weights if weight.dim() == 1)
-    matrices = sum(weight.numel() for weight in weights if weight.dim() == 2)
-    floor = step_floor_seconds(model, slow_memory, 1, num_rows=1, num_cached=0, with_heads=False)
-    assert floor == matrices + 4 * norms
+@pytest.mark.skipif(missing_kernels() is not None, reason="no C++ compiler is installed")
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("engine", ["packed", "int8"])
+def test_an_engine_reads_what_it_packed_and_no_less_where_the_base_is_held_once(tmp_path, engine, is_tied):
+    sizes = {**GROUPED, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 128}
+    heads = MedusaHeads(
+        HeadsConfig(64, 128, num_heads=2, unembedding="token_map", token_map_size=32), range(32)
+    )
+    base = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=is_tied)).bfloat16()
+    base.save_pretrained(tmp_path)
+    view = MedusaModel(load_base(tmp_path, dtype=torch.float32), heads, engine=engine)
+    once = MedusaModel(load_for_engine(tmp_path, engine), heads, engine=engine)
+    assert once.base is once.runner and view.base is not view.runner
+    matrices = [each for name, each in base.named_parameters() if each.dim() == 2 and "embed" not in name]
+    numbers = sum(each.numel() for each in matrices) + is_tied * 128 * 64
+    scales = 4 * (sum(len(each) for each in matrices) + is_tied * 128) if engine == "int8" else 0
+    norms = sum(each.numel() for each in base.parameters() if each.dim() == 1)
+    panels = sum(packed_bytes(once.runner).values())
+    assert panels <= numbers * (1 if engine == "int8" else 2)
+    expected = panels + scales + 4 * norms, numbers + norms
+    assert pass_cost(view.runner) == pass_cost(once.runner) == expected
+    own, scored = 2 * 64 * 64, 32 * 64  # in int8, whatever the engine
+    expected = own + 4 * 2 * 64 + 4 * 2 * 64 + scored + 4 * 32, 2.0 * (own + 2 * 64 + 2 * scored)
+    assert heads_cost(view) == heads_cost(once) == expected
 
 
 def test_the_most_a_tree_should_give_is_the_sum_of_the_largest_path_products():
