@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from medusa.base.architecture_check import check_base, check_is_model
 from medusa.base.causal_lm import CausalLM, lm_head_device, vocab_size
-from medusa.base.loading import load_base, load_tokenizer, sizes_of
+from medusa.base.loading import BaseSource, find_base, load_base, load_tokenizer
 from medusa.base.recurrent import keeps_state
 from medusa.decoding.adaptive import AdaptiveDrafting, DraftCosts
 from medusa.decoding.batch import Batch, BatchLimits, StepResult, decode
@@ -29,7 +29,7 @@ from medusa.drafters.registry import MAX_OPTIONAL_NODES, DrafterFactory, Drafter
 from medusa.engine.engine_state import EngineState
 from medusa.engine.loading import PLACING, load_for_engine
 from medusa.hardware import multiplies_in_float32, release_threads
-from medusa.heads.autoregressive_head import AutoregressiveHead, Heads, check_sizes_fit
+from medusa.heads.autoregressive_head import AutoregressiveHead, Heads, check_heads_fit_source
 from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, check_tree_fits, load_heads, own_heads
 from medusa.hub import HUB_ARGUMENTS
 from medusa.options import Engine, StepKind, check_read_by
@@ -79,7 +79,7 @@ class MedusaModel:
         """The trees that were timed on this very runtime, by batch size, for every kind of step."""
         self.refresh()
         self._tokenizer = tokenizer
-        self._tokenizer_source: tuple[str, dict[str, Any]] = (base.name_or_path, {})
+        self._tokenizer_source: str | BaseSource = base.name_or_path
         self._default_tree = self._checked_tree(tree)
         for entry in self.tuned:
             self._checked_tree(entry.tree)
@@ -152,7 +152,7 @@ class MedusaModel:
                 loaded (quantised, sharded, on any device).
             heads: a heads directory, a hub id, or a loaded checkpoint; "default" loads the heads that ship
                 for the base, "mtp" the base's own layers for multi-token prediction. Without heads, drafts
-                come from suffix matching. A hub id names a revision as ``owner/name@revision``.
+                come from suffix matching. A hub id may name a revision, ``owner/name@revision``.
             tree: the candidate tree of every call; by default a tree of the heads directory, chosen by
                 :meth:`tree_for`, else a chain.
             tokenizer: by default the base's own; see :attr:`tokenizer`.
@@ -170,20 +170,20 @@ class MedusaModel:
                 adapter already: a model that the caller loaded is not changed.
         """
         hub = {key: base_kwargs[key] for key in HUB_ARGUMENTS if key in base_kwargs}
-        source = str(base) if isinstance(base, (str, Path)) else None
         if isinstance(heads, (str, Path)) and heads != OWN_HEADS:
-            known = source or getattr(base, "name_or_path", None)
+            known = str(base) if isinstance(base, (str, Path)) else getattr(base, "name_or_path", None)
             heads = load_heads(heads, base_name=known, **hub)  # before the base, which takes longer
+        source = None
         if isinstance(base, (str, Path)):
+            source = find_base(base, **base_kwargs)
             if isinstance(heads, HeadsCheckpoint):
-                sizes = sizes_of(base, **base_kwargs)
-                check_sizes_fit(heads.heads.config, *sizes, str(base))
+                check_heads_fit_source(heads.heads, source)
             if not torch.cuda.is_available() and base_kwargs.keys().isdisjoint(PLACING):
                 has_adapter = isinstance(heads, HeadsCheckpoint) and heads.adapter is not None
                 # an adapter changes the weights, so they are held as they are
-                base = load_for_engine(base, "eager" if has_adapter else engine, **base_kwargs)
+                base = load_for_engine(source, "eager" if has_adapter else engine)
             else:
-                base = load_base(base, **base_kwargs)
+                base = load_base(source)
         elif unread := sorted(base_kwargs if heads is None else base_kwargs.keys() - hub.keys()):
             raise ValueError(f"{unread} go with a path or a hub id; this base is already loaded")
         check_is_model(base)
@@ -202,7 +202,7 @@ class MedusaModel:
                 "MedusaModel(base, heads) takes the modules themselves"
             )
         if source is not None:
-            model._tokenizer_source = (source, base_kwargs)
+            model._tokenizer_source = source
         return model
 
     @property
@@ -217,14 +217,14 @@ class MedusaModel:
         Raises:
             ValueError: there is no tokenizer.
         """
-        home, arguments = self._tokenizer_source
+        home = self._tokenizer_source
         if self._tokenizer is None and home:
             try:
-                self._tokenizer = load_tokenizer(home, **arguments)
+                self._tokenizer = load_tokenizer(home)
             except (OSError, ValueError) as error:
                 raise ValueError(
-                    f"no tokenizer could be loaded from {str(home)!r}, where the base comes from; "
-                    "pass tokenizer= to from_pretrained"
+                    f"no tokenizer could be loaded from {self.base.name_or_path!r}, where the base comes "
+                    "from; pass tokenizer= to from_pretrained"
                 ) from error
         return self._tokenizer
 
@@ -460,8 +460,8 @@ class MedusaModel:
     def _with_references(
         self, request: DecodeRequest, prediction: Any, corpus: SuffixCorpus | None
     ) -> DecodeRequest:
-        rows = zip(request.tokens, request.lengths.tolist(), strict=True)
-        prompts = [tokens[:length] for tokens, length in rows]
+        rows = zip(request.tokens, request.prompts, strict=True)
+        prompts = [tokens[: len(prompt)] for tokens, prompt in rows]
         return replace(request, references=self.references(prediction, corpus, prompts))
 
     def decode(

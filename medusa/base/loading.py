@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
 )
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
@@ -40,71 +44,96 @@ SOURCE_ARGUMENTS = (
 """The arguments of ``from_pretrained`` that say where files come from."""
 
 
-def load_base(source: str | Path, **kwargs: Any) -> CausalLM:
-    """The model at ``source``, a directory or a hub id, in evaluation mode; ``kwargs`` as for transformers.
+@dataclass(frozen=True)
+class BaseSource:
+    """A base that was found by its name; only its configuration has been read."""
+
+    name: str
+    """The directory or hub id that ``transformers`` loads."""
+    arguments: dict[str, Any]
+    """Arguments for ``from_pretrained``."""
+    config: PreTrainedConfig
+
+    @property
+    def hidden_size(self) -> int | None:
+        """D: what the LM head reads; None where the configuration does not say."""
+        text = self.config.get_text_config(decoder=True)
+        return getattr(text, "word_embed_proj_dim", None) or getattr(text, "hidden_size", None)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """V: rows of the LM head; None where the configuration does not say."""
+        return getattr(self.config.get_text_config(decoder=True), "vocab_size", None)
+
+
+def find_base(source: str | Path | BaseSource, **kwargs: Any) -> BaseSource:
+    """Find the model at ``source``, a directory or a hub id, without loading it. ``kwargs`` are those of
+    transformers; a base that was found before gets them added to its own.
 
     A hub id may name a revision, ``owner/name@revision``. A model whose code comes with it is run with
     ``trust_remote_code=True`` only.
 
     Raises:
         FileNotFoundError: there is no such model, or the hub cannot be reached and its cache has none.
-        ValueError: it is no causal language model, or an adapter for one, or its code is not trusted; or a
-            file of its weights is damaged.
+        ValueError: it is no causal language model, or an adapter for one, or its code is not trusted.
     """
-    name, kwargs = resolve_source(
-        source, {"trust_remote_code": False, **kwargs}
-    )  # else transformers asks for it
-    _check_is_causal(name, kwargs)
-    try:
-        base: Any = AutoModelForCausalLM.from_pretrained(name, **kwargs)
-    except SafetensorError as error:
-        raise ValueError(
-            f"the weights of base {name!r} cannot be read: a safetensors file is damaged ({error}); copy or "
-            "download it again"
-        ) from error
-    return base.eval()
-
-
-def load_tokenizer(source: str | Path, **kwargs: Any) -> Any:
-    """The tokenizer at ``source``, as :func:`load_base` finds models.
-
-    Raises:
-        FileNotFoundError: as :func:`load_base`.
-    """
-    name, kwargs = resolve_source(source, {"trust_remote_code": False, **source_arguments(kwargs)})
-    return AutoTokenizer.from_pretrained(name, **kwargs)
-
-
-def sizes_of(source: str | Path, **kwargs: Any) -> tuple[int | None, int | None]:
-    """The hidden size D and the vocabulary size V of the configuration at ``source``; None where it does not
-    name one.
-
-    Raises:
-        FileNotFoundError: as :func:`load_base`.
-    """
-    name, kwargs = resolve_source(source, {"trust_remote_code": False, **source_arguments(kwargs)})
-    _check_is_causal(name, kwargs)
-    config = AutoConfig.from_pretrained(name, **kwargs).get_text_config(decoder=True)
-    projected = getattr(config, "word_embed_proj_dim", None)
-    return projected or getattr(config, "hidden_size", None), getattr(config, "vocab_size", None)
-
-
-def source_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments among ``kwargs`` that say where files come from."""
-    return {key: kwargs[key] for key in SOURCE_ARGUMENTS if key in kwargs}
-
-
-def _check_is_causal(name: str, kwargs: dict[str, Any]) -> None:
-    """Raise ValueError unless the configuration at ``name`` is of a causal language model."""
-    config = kwargs.get("config")
+    if isinstance(source, BaseSource):
+        return replace(source, arguments={**source.arguments, **kwargs})
+    kwargs = {"trust_remote_code": False, **kwargs}  # else transformers asks for it
+    name, arguments = resolve_source(source, kwargs)
+    config = arguments.get("config")
     if config is None:
-        config = AutoConfig.from_pretrained(name, **source_arguments(kwargs))
+        config = AutoConfig.from_pretrained(name, **source_arguments(arguments))
     kind = type(config)
     if kind in MODEL_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
             f"base must be a causal language model, got {name!r}, a {kind.model_type} model; choose a "
             "decoder-only one, such as those of Llama or Qwen"
         )
+    return BaseSource(name, arguments, config)
+
+
+def load_base(source: str | Path | BaseSource, **kwargs: Any) -> CausalLM:
+    """The model at ``source`` in evaluation mode, found by :func:`find_base`.
+
+    Raises:
+        FileNotFoundError: as :func:`find_base`.
+        ValueError: so too, or a file of its weights is damaged.
+    """
+    source = find_base(source, **kwargs)
+    with explained_damage(source.name):
+        base: Any = AutoModelForCausalLM.from_pretrained(source.name, **source.arguments)
+    return base.eval()
+
+
+@contextmanager
+def explained_damage(name: str) -> Iterator[None]:
+    """Within, a safetensors file of the base called ``name`` that cannot be read is a ValueError."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(
+            f"the weights of base {name!r} cannot be read: a safetensors file is damaged ({error}); copy or "
+            "download it again"
+        ) from error
+
+
+def load_tokenizer(source: str | Path | BaseSource, **kwargs: Any) -> Any:
+    """The tokenizer at ``source``, as :func:`find_base` finds models, if it has one.
+
+    Raises:
+        FileNotFoundError: as :func:`find_base`.
+    """
+    if isinstance(source, BaseSource):
+        name, arguments = source.name, source_arguments(source.arguments)
+    else:
+        name, arguments = resolve_source(source, {"trust_remote_code": False, **source_arguments(kwargs)})
+    return AutoTokenizer.from_pretrained(name, **arguments)
+
+
+def source_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments among ``kwargs`` that say where files come from."""
+    return {key: kwargs[key] for key in SOURCE_ARGUMENTS if key in kwargs}
 
 
 def resolve_source(source: str | Path, kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -114,7 +143,7 @@ def resolve_source(source: str | Path, kwargs: dict[str, Any]) -> tuple[str, dic
     The name of the embedded base becomes the directory that :func:`medusa.assets.base_named` finds.
 
     Raises:
-        FileNotFoundError: as :func:`load_base`.
+        FileNotFoundError: as :func:`find_base`.
         ValueError: it is an adapter, and no model.
     """
     name = base_named(str(source))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from medusa.assets import EMBEDDED_BASE
-from medusa.base.loading import load_tokenizer
+from medusa.base.loading import find_base, load_tokenizer
 from medusa.cli.loading import chosen_device, load_base_on, log_version, set_step
 from medusa.cli.options import ReportOptions, command
 from medusa.console import ProgressReporter
@@ -164,8 +164,8 @@ def _load_answerer(options: DistillOptions, log: Console) -> Answerer:
         endpoints = [ChatEndpoint(url, options.model, say=say) for url in dict.fromkeys(options.endpoint)]
         return EndpointAnswerer(endpoints, options.batch_size, options.max_new_tokens, say)
     device = chosen_device(options.device)
-    base = load_base_on(device, options.base, options.dtype, options.trust_remote_code, options.engine)
-    tokenizer = load_tokenizer(options.base, trust_remote_code=options.trust_remote_code)
+    source = find_base(options.base, trust_remote_code=options.trust_remote_code)
+    base, tokenizer = load_base_on(device, source, options.dtype, options.engine), load_tokenizer(source)
     model = MedusaModel(base, tokenizer=tokenizer, engine=options.engine)
     set_step(model, options.step)
     return LocalAnswerer(model, options.batch_size, options.max_new_tokens, stop_loops=not options.keep_loops)

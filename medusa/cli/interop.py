@@ -13,7 +13,7 @@ import torch
 
 from medusa.assets import base_named
 from medusa.base.causal_lm import CausalLM
-from medusa.base.loading import load_base, load_tokenizer
+from medusa.base.loading import find_base, load_base, load_tokenizer
 from medusa.cli.loading import (
     chosen_device,
     encode_prompts,
@@ -110,8 +110,8 @@ def import_foreign(options: ImportOptions) -> list[str]:
             "holds heads alone; leave --base-output out"
         )
     name = options.base or _base_of(directory, foreign)
-    trusted = {"trust_remote_code": options.trust_remote_code}
-    base = load_base(name, dtype="auto", **trusted)
+    found = find_base(name, trust_remote_code=options.trust_remote_code)
+    base = load_base(found, dtype="auto")
     own_name = str(options.base_output or name)
     layers = tuple(options.fused_layers or ())
     request = ReadRequest(directory, base, options.trust_tensors, layers, options.max_depth)
@@ -124,7 +124,7 @@ def import_foreign(options: ImportOptions) -> list[str]:
         overwrite=options.overwrite,
     )
     if options.base_output is not None:
-        save_base(base, load_tokenizer(name, **trusted), options.base_output)
+        save_base(base, load_tokenizer(found), options.base_output)
     heads = checkpoint.heads
     log.print(
         f"{options.output}: {_in_words(heads)}, in {foreign.consumer}'s format, for {own_name}",
@@ -156,12 +156,13 @@ def check(options: CheckOptions) -> list[str]:
     _check_eagle3_alone(foreign, options.directory, max_depth=options.max_depth)
     prompts = load_prompts(options.prompts)
     name = base_named(options.base or _base_of(directory, foreign))
-    base = load_base_on(device, name, options.dtype, options.trust_remote_code)
+    source = find_base(name, trust_remote_code=options.trust_remote_code)
+    base = load_base_on(device, source, options.dtype)
     read = foreign.read(ReadRequest(directory, base, max_depth=options.max_depth))
     heads = read.heads
     log.print(f"{directory}: {foreign.consumer} loads {_in_words(heads)}", soft_wrap=True)
     print_list(log, "decided:", read.notes)
-    tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
+    tokenizer = load_tokenizer(source)
     chain = CandidateTree.chain(heads.num_heads)
     model = MedusaModel(base, heads, chain, tokenizer, engine="auto")
     encoded = encode_prompts(model, prompts, options.max_new_tokens)

@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 import medusa
 from medusa.assets import DEFAULT_HEADS, EMBEDDED_BASE
 from medusa.base.causal_lm import CausalLM, context_length, end_ids
-from medusa.base.loading import load_base, load_tokenizer, sizes_of
+from medusa.base.loading import BaseSource, find_base, load_base, load_tokenizer
 from medusa.cli.option_types import AnsweringOptions, CompileOptions
 from medusa.cli.options import (
     EMBEDDED_HEADS,
@@ -41,7 +41,7 @@ from medusa.drafters.registry import DrafterFactory, DrafterSettings, uses_model
 from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_bytes
 from medusa.heads.adapter import apply_adapter
-from medusa.heads.autoregressive_head import Heads, check_sizes_fit
+from medusa.heads.autoregressive_head import Heads, check_heads_fit_source
 from medusa.heads.calibration import AnsweredTokens
 from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, load_heads, own_heads
 from medusa.interop.protocol import megabytes
@@ -77,17 +77,18 @@ def load_model(
     named = options.named_heads
     checkpoint = None if named in (OWN_HEADS, None) else load_heads(named)
     name = options.base or recorded_base(checkpoint, options.heads)
+    source = find_base(name, trust_remote_code=options.trust_remote_code)
     if checkpoint is not None:
-        check_heads_fit_named(checkpoint.heads, name, options.trust_remote_code)
+        check_heads_fit_source(checkpoint.heads, source)
     has_adapter = checkpoint is not None and checkpoint.adapter is not None
     # an adapter changes the weights, so they are held as they are
     engine: Engine = "eager" if has_adapter or holds_weights else options.engine
-    base = load_base_on(device, name, options.dtype, options.trust_remote_code, engine)
+    base = load_base_on(device, source, options.dtype, engine)
     if named == OWN_HEADS:
         checkpoint = own_heads(base)
     if checkpoint is not None and checkpoint.adapter is not None:
         apply_adapter(base, checkpoint.adapter)
-    tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
+    tokenizer = load_tokenizer(source)
     base.generation_config.eos_token_id = sorted(end_ids(base, tokenizer)) or None
     model = MedusaModel.from_pretrained(
         base,
@@ -166,16 +167,15 @@ def log_version() -> Console:
 
 def load_base_on(
     device: torch.device,
-    name: str,
+    source: BaseSource,
     dtype: Dtype | None,
-    trust_remote_code: bool = False,
     engine: Engine = "eager",
 ) -> CausalLM:
-    """The base model called ``name``: in float32 on a CPU, packed for ``engine`` as it is read; in its own
+    """The base model at ``source``: in float32 on a CPU, packed for ``engine`` as it is read; in its own
     type elsewhere, unless ``dtype`` is given."""
     if device.type == "cpu" and dtype in (None, "float32"):
-        return load_for_engine(name, engine, trust_remote_code=trust_remote_code)
-    base: Any = load_base(name, dtype=dtype or "auto", trust_remote_code=trust_remote_code)
+        return load_for_engine(source, engine)
+    base: Any = load_base(source, dtype=dtype or "auto")
     return base.to(device)
 
 
@@ -189,12 +189,6 @@ def chosen_device(name: str) -> torch.device:
         raise ValueError(
             f"device must be one that torch can use here, got {name!r}; give --device cpu or none"
         ) from error
-
-
-def check_heads_fit_named(heads: Heads, name: str, trust_remote_code: bool = False) -> None:
-    """Raise ValueError where heads have other sizes than the base called ``name``, which is not loaded."""
-    hidden_size, vocab_size = sizes_of(name, trust_remote_code=trust_remote_code)
-    check_sizes_fit(heads.config, hidden_size, vocab_size, name)
 
 
 def recorded_base(checkpoint: HeadsCheckpoint | None, heads: str) -> str:

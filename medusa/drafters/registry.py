@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from medusa.acceptance.protocol import independent_chains
 from medusa.base.causal_lm import CausalLM, lm_head, lm_head_device, vocab_size
-from medusa.base.loading import load_base, load_tokenizer
+from medusa.base.loading import BaseSource, find_base, load_base, load_tokenizer
 from medusa.base.recurrent import keeps_state
 from medusa.drafters.autoregressive import AutoregressiveDrafter
 from medusa.drafters.draft_model import (
@@ -185,15 +185,16 @@ def _draft_model(host: DraftHost, settings: DrafterSettings) -> DraftModelDrafte
     given: Any = settings.draft_model
     draft_model: CausalLM = given
     if not isinstance(given, PreTrainedModel):
+        source = find_base(given)
         if host.tokenizer is not None:
-            check_same_tokens(host.tokenizer, load_tokenizer(given))
-        draft_model = _loaded_beside(host, given)
+            check_same_tokens(host.tokenizer, load_tokenizer(source))
+        draft_model = _loaded_beside(host, source)
     check_draft_vocabulary(host.base, draft_model)
     check_draft_device(host.base, draft_model)
     return DraftModelDrafter(draft_model, vocab_size(host.base), settings.tree())
 
 
-def _loaded_beside(host: DraftHost, source: str | Path) -> CausalLM:
+def _loaded_beside(host: DraftHost, source: BaseSource) -> CausalLM:
     """The model at ``source`` as the base of ``host`` runs: its engine, its precision, its device."""
     home = lm_head_device(host.base)
     if home.type == "cpu" and host.base.dtype == torch.float32:

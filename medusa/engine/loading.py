@@ -16,25 +16,28 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import json
+import inspect
+import math
 import mmap
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.attention import is_code_of_transformers
 from medusa.base.causal_lm import CausalLM, embedding_rows, lm_head
-from medusa.base.loading import load_base, resolve_source, source_arguments
+from medusa.base.loading import BaseSource, explained_damage, find_base, load_base
 from medusa.engine.kernels import missing_kernels
 from medusa.engine.views import with_kernels
 from medusa.hardware import available_memory
@@ -48,25 +51,25 @@ SPARE_BYTES = 400 * 2**20
 """Memory that a start takes beside the weights: caches, the first pass, heads."""
 
 
-def load_for_engine(source: str | Path, engine: Engine, **kwargs: Any) -> CausalLM:
+def load_for_engine(source: str | Path | BaseSource, engine: Engine, **kwargs: Any) -> CausalLM:
     """The base at ``source`` for ``engine``, in float32 arithmetic on a CPU: packed as it is read where the
     engine has kernels for it, else as ``transformers`` loads it in float32.
 
     Args:
-        kwargs: as for :func:`medusa.base.loading.load_base`, but for those in :data:`PLACING`.
+        kwargs: as for :func:`medusa.base.loading.find_base`, but for those in :data:`PLACING`.
 
     Raises:
-        FileNotFoundError: as :func:`medusa.base.loading.load_base`.
+        FileNotFoundError: as :func:`medusa.base.loading.find_base`.
         ValueError: so too, and as :func:`medusa.base.architecture_check.check_decodable`.
         MemoryError: there is too little memory for it; the message says what would fit.
     """
-    name, arguments = resolve_source(source, {"trust_remote_code": False, **kwargs})
-    sizes = FileSizes.of(name, arguments)
+    source = find_base(source, **kwargs)
+    sizes = FileSizes.of(source)
     if sizes is not None:
-        sizes.check_memory(str(source), engine)
+        sizes.check_memory(source.name, engine)
     if sizes is None or engine == "eager" or missing_kernels() is not None:
-        return load_base(source, dtype=torch.float32, **kwargs)
-    base = load_base(source, dtype=sizes.dtype, **kwargs)
+        return load_base(source, dtype=torch.float32)
+    base = load_base(source, dtype=sizes.dtype)
     is_known_code = is_code_of_transformers(base) and is_code_of_transformers(base.get_decoder())
     if is_known_code and not getattr(base, "_hf_peft_config_loaded", False):
         check_decodable(base)  # what cannot be decoded may fail on packed weights in other words
@@ -75,7 +78,7 @@ def load_for_engine(source: str | Path, engine: Engine, **kwargs: Any) -> Causal
             return base
     # what other code computes for itself while it is made, in the narrow type, cannot be computed anew; and
     # an adapter that lies beside the weights, which transformers puts on, was rounded to that type
-    return load_base(source, dtype=torch.float32, **kwargs)
+    return load_base(source, dtype=torch.float32)
 
 
 def packed_in_place(base: CausalLM, int8: bool = False) -> CausalLM:
@@ -127,26 +130,32 @@ class FileSizes:
     num_weights: int
 
     @classmethod
-    def of(cls, name: str, kwargs: dict[str, Any]) -> FileSizes | None:
-        """Those of the base at ``name``; None where it has no safetensors files of plain numbers."""
-        config = AutoConfig.from_pretrained(name, **source_arguments(kwargs))
-        if "gguf_file" in kwargs or kwargs.get("use_safetensors") is False:
+    def of(cls, source: BaseSource) -> FileSizes | None:
+        """The sizes of the base at ``source``; None where it has no safetensors files of plain numbers.
+
+        Raises:
+            ValueError: a file is damaged.
+        """
+        arguments = source.arguments
+        if "gguf_file" in arguments or arguments.get("use_safetensors") is False:
             return None
-        if getattr(config, "quantization_config", None) is not None:
+        if getattr(source.config, "quantization_config", None) is not None:
             return None
-        tensors = [each for file in _weight_files(name, kwargs) for each in _header(file).items()]
-        if not tensors or any(each["dtype"] not in (*FLOATS, *_WHOLE) for _, each in tensors):
+        counts: Counter[str] = Counter()  # of numbers, by their type
+        with explained_damage(source.name):
+            for file in _weight_files(source):
+                with safe_open(file, "pt") as opened:
+                    for part in map(opened.get_slice, opened.keys()):
+                        counts[part.get_dtype()] += math.prod(part.get_shape())
+        if counts.keys() - {*FLOATS, *_WHOLE}:
             return None
-        floats = [(key, each) for key, each in tensors if each["dtype"] in FLOATS]
-        used = [each["dtype"] for _, each in floats]
-        if not used:
+        floats = {FLOATS[name]: count for name, count in counts.items() if name in FLOATS}
+        if not floats:
             return None
-        counts = {key: (each["data_offsets"][1] - each["data_offsets"][0]) for key, each in floats}
-        itemsize = {key: FLOATS[each["dtype"]].itemsize for key, each in floats}
         return cls(
-            FLOATS[used[0]] if len(set(used)) == 1 else torch.float32,
-            sum(counts.values()),
-            sum(count // itemsize[key] for key, count in counts.items()),
+            next(iter(floats)) if len(floats) == 1 else torch.float32,
+            sum(dtype.itemsize * count for dtype, count in floats.items()),
+            sum(floats.values()),
         )
 
     def bytes_for(self, engine: Engine) -> int:
@@ -182,20 +191,20 @@ def _gigabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB"
 
 
-def _weight_files(name: str, kwargs: dict[str, Any]) -> list[Path]:
+def _weight_files(source: BaseSource) -> list[Path]:
     """The safetensors files of a checkpoint, from the hub where they are not here; none where it has none."""
-    options = {key: each for key, each in source_arguments(kwargs).items() if key in _FILE_ARGUMENTS}
+    options = {key: each for key, each in source.arguments.items() if key in _FILE_ARGUMENTS}
     missing_ok = {
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_gated_repo": False,
         "_raise_exceptions_for_connection_errors": False,
     }
-    if (alone := cached_file(name, "model.safetensors", **options, **missing_ok)) is not None:
+    if (alone := cached_file(source.name, "model.safetensors", **options, **missing_ok)) is not None:
         return [Path(alone)]
-    index = cached_file(name, "model.safetensors.index.json", **options, **missing_ok)
+    index = cached_file(source.name, "model.safetensors.index.json", **options, **missing_ok)
     if index is None:
         return []
-    files, _ = get_checkpoint_shard_files(name, index, **options)
+    files, _ = get_checkpoint_shard_files(source.name, index, **options)
     return [Path(each) for each in files]
 
 
@@ -208,23 +217,6 @@ _FILE_ARGUMENTS = (
     "proxies",
     "subfolder",
 )
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file: type, shape and place of each tensor. Empty where the file is
-    damaged: reading the weights reports it."""
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        if size > file.stat().st_size:
-            return {}
-        try:
-            header = json.loads(opened.read(size))
-        except ValueError:  # bad JSON and bad UTF-8 alike
-            return {}
-    if not isinstance(header, dict):
-        return {}
-    header.pop("__metadata__", None)
-    return header
 
 
 # ------------------------------------------------------------------ unpacked parts
@@ -268,10 +260,10 @@ def _narrow_embeddings(base: CausalLM) -> set[nn.Module]:
     """The embeddings of ``base`` that are a function of only token ids."""
     found: set[nn.Module] = set()
     for module in base.modules():
-        if isinstance(module, nn.Embedding) and module.weight.dtype != torch.float32:
-            takes = module.forward.__code__.co_varnames[1 : module.forward.__code__.co_argcount]
-            if len(takes) == 1 and module.max_norm is None:
-                found.add(module)
+        if not isinstance(module, nn.Embedding) or module.weight.dtype == torch.float32:
+            continue
+        if len(inspect.signature(module.forward).parameters) == 1 and module.max_norm is None:
+            found.add(module)
     return found
 
 

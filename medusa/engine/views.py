@@ -142,7 +142,8 @@ def missing_for_plain_float32(base: CausalLM) -> str | None:
 
 
 def packed_bytes(view: CausalLM) -> dict[torch.dtype, int]:
-    """What packed weights take beside the base's own, by the type that they lie in; empty for no view."""
+    """What packed weights take, by the type that they lie in; nothing where the base's own modules compute.
+    They stand beside the base's own weights, or instead of them if it was loaded for an engine."""
     held: dict[torch.dtype, int] = {}
     for module in view.modules():
         if isinstance(module, Product):

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
+from medusa.base.loading import BaseSource
 from medusa.heads.causal_layer import document_pairs
 from medusa.heads.draft_vocab import DraftVocab
 from medusa.heads.medusa_heads import MedusaHeads
@@ -91,17 +92,15 @@ def check_heads_fit(heads: Heads, base: CausalLM) -> None:
     check_sizes(base, heads.config.hidden_size, heads.config.vocab_size, "heads were trained", advice)
 
 
-def check_sizes_fit(
-    config: Any, base_hidden_size: int | None, base_vocab_size: int | None, base_name: str
-) -> None:
-    """As :func:`check_heads_fit` of heads with this ``config``, for a base that is not loaded: sizes that are
-    not known, None, are not compared."""
-    for name, ours in (("hidden_size", base_hidden_size), ("vocab_size", base_vocab_size)):
-        theirs = getattr(config, name)
+def check_heads_fit_source(heads: Heads, source: BaseSource) -> None:
+    """As :func:`check_heads_fit`, for a base that is not loaded: what its configuration does not say is not
+    compared."""
+    for name in ("hidden_size", "vocab_size"):
+        theirs, ours = getattr(heads.config, name), getattr(source, name)
         if None not in (theirs, ours) and theirs != ours:
             raise ValueError(
-                f"heads were trained for {name}={theirs}, base model {base_name!r} has {ours}; load the base "
-                "model that the heads were trained on, or give heads=None (--heads none)"
+                f"heads were trained for {name}={theirs}, base model {source.name!r} has {ours}; load the "
+                "base model that the heads were trained on, or give heads=None (--heads none)"
             )
 
 

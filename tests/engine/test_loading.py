@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from medusa import CandidateTree, MedusaModel
 from medusa.base import architecture_check
 from medusa.base.causal_lm import embedding_rows, lm_head
-from medusa.base.loading import load_base
+from medusa.base.loading import find_base, load_base
 from medusa.drafters.registry import DrafterFactory, DrafterSettings
 from medusa.engine import loading
 from medusa.engine.kernels import missing_kernels
@@ -86,7 +86,7 @@ def test_weights_of_two_precisions_are_held_exactly(tmp_path):
         base.model.layers[0].mlp.down_proj.weight.add_(2.0**-20)
     base.save_pretrained(tmp_path)
     packed, ids = load_for_engine(tmp_path, "packed"), random_prompts(1, 9)
-    assert FileSizes.of(str(tmp_path), {}).dtype == torch.float32
+    assert FileSizes.of(find_base(tmp_path)).dtype == torch.float32
     with torch.no_grad():
         assert torch.equal(packed(ids).logits, view_of(load_base(tmp_path, dtype=torch.float32))(ids).logits)
 
@@ -139,7 +139,7 @@ def test_rows_of_embeddings_are_those_of_the_file(tmp_path):
 
 def test_a_start_that_must_fail_for_memory_says_what_would_fit(tmp_path, monkeypatch):
     directory = saved(tiny_model("llama"), tmp_path)
-    sizes = FileSizes.of(str(directory), {})
+    sizes = FileSizes.of(find_base(directory))
     assert (sizes.num_bytes, sizes.dtype) == (2 * sizes.num_weights, torch.bfloat16)
     monkeypatch.setattr(loading, "SPARE_BYTES", 0)
     monkeypatch.setattr(loading, "available_memory", lambda: sizes.num_bytes)
