@@ -86,6 +86,11 @@ class Experiment:
     """Commands of servers that run meanwhile, by name; the command gets ``--servers NAME=URL ...``."""
 
     @property
+    def commands(self) -> tuple[str, ...]:
+        """All of them."""
+        return (self.command, *self.before, *self.servers.values())
+
+    @property
     def path(self) -> Path:
         return FOLDER / f"{self.name}.json"
 
@@ -308,7 +313,7 @@ def measure(options: MeasureOptions) -> None:
         raise ValueError(f"only must name experiments ({', '.join(known)}), got {', '.join(unknown)}")
     due = [each for each in known.values() if (each.name in options.only if options.only else each.is_due)]
     due = [] if options.write else due
-    if due:
+    if any("{prompts}" in command for each in due for command in each.commands):
         prepare(options.prompts)
     with ProgressReporter("measuring") as progress:
         total, done = sum(each.minutes for each in due), 0.0

@@ -1,13 +1,15 @@
 """How large bases load and decode here: random Llama shapes of 1B, 3B and 8B, beside llama.cpp, transformers.
 
-    python scripts/sizes.py --shapes 1B               # writes runs/shapes/1B first, 2.5 GB
-    python scripts/sizes.py --shapes 8B --rounds 1    # 16 GB, and 25 GB more for llama.cpp's files
+    python scripts/sizes.py --prepare          # writes runs/shapes/1B and 8B, 47 GB, and compiles for them
+    python scripts/sizes.py                    # measures them, some 25 minutes on two cores
+    python scripts/sizes.py --shapes 1B        # one of them; writes and compiles what is missing first
 
 A random model has the speed and the memory of a trained one. Every contender runs in a process of its own, so
 that its peak of memory is its own, and all take turns, round after round; what is printed are medians. The
 tokens of an answer are greedy, after 64 tokens of prompt. "predicted" knows the right answer beforehand, so
 that its steps accept as many guesses as those of very good heads would. llama.cpp takes part where it is
-installed (`pip install '.[llama-cpp]'`). The last line is one JSON object.
+installed (`pip install '.[llama-cpp]'`); compiled for this processor, as pip does it from source
+(`--no-binary llama-cpp-python`), it is at its best. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from medusa import CandidateTree, MedusaModel
 from medusa.console import log_console
 from medusa.engine.loading import load_for_engine
+from medusa.engine.views import packed_bytes
 from medusa.measurement.llama_cpp import LlamaCpp, missing_llama_cpp
 from medusa.measurement.report import end_with_json
 
@@ -60,6 +63,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 VOCABULARY = 128256
 OURS = ("packed", "int8")
 THEIRS = ("transformers bfloat16", "llama.cpp BF16", "llama.cpp Q8_0")
+ROUNDS = {"1B": 3, "3B": 2, "8B": 1}
+"""Turns of every contender, unless told otherwise; the larger the shape, the longer and steadier is each."""
 SHORT, LONG, NEW_TOKENS = 64, 2000, 24
 STD = 0.02
 
@@ -203,10 +208,18 @@ def measured(system: str, directory: Path) -> dict[str, Any]:
     return found | {"peak_bytes": peak_bytes()}
 
 
+def compiled(engine: Any, directory: Path) -> float:
+    """Have the compiled steps of one of ours on disk: the seconds that this took."""
+    return MedusaModel(load_for_engine(directory, engine), engine=engine, step="compiled").compile()
+
+
 def _of_ours(engine: Any, directory: Path, prompts: dict[int, Tensor], began: float) -> dict[str, Any]:
     model = MedusaModel(load_for_engine(directory, engine), engine=engine, step="compiled")
     model.compile()
-    found = {"load_seconds": time.perf_counter() - began}
+    found = {
+        "load_seconds": time.perf_counter() - began,
+        "weights_bytes": sum(packed_bytes(model.runner).values()),
+    }
     greedy: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     plain: dict[str, Any] = {**greedy, "tree": CandidateTree.chain(0)}
     told = []
@@ -267,20 +280,47 @@ def _first_ms(steps: Any) -> float:
 # ------------------------------------------------------------------ all of them
 
 
+def apart(contender: str, directory: Path, *flags: str) -> Any:
+    """What :func:`measured` gives in a process of its own; with ``--prepare`` what :func:`compiled` does."""
+    command = [sys.executable, __file__, "--one", contender, str(directory), *flags]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def prepare(shape: str, directory: Path, contenders: list[str], tokenizer: Path) -> None:
+    """Have the files of a shape on disk, and the steps compiled: what is there is left as it is."""
+    log = log_console()
+    if not (directory / "config.json").exists():
+        log.print(f"writing {directory}")
+        write_shape(shape, directory, tokenizer)
+    for contender in contenders:
+        kind = contender.split()[-1]
+        target = directory / f"{kind}.gguf"
+        if contender.startswith("llama.cpp") and not target.exists():
+            log.print(f"writing {target}")
+            write_gguf(directory, target, kind)
+        if contender in OURS:
+            log.print(f"{shape}, {contender}: compiled in {apart(contender, directory, '--prepare'):.0f} s")
+
+
 def main() -> None:
     """Write what is missing, measure all contenders in turns, and print the medians."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1B"], help="which ones")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of every contender")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1B", "8B"], help="which ones")
+    parser.add_argument("--rounds", type=int, help="turns of every contender, by default 3 of 1B, 1 of 8B")
+    parser.add_argument("--prepare", action="store_true", help="write and compile, and measure nothing")
     parser.add_argument("--directory", type=Path, default=Path("runs/shapes"), help="where the models lie")
     parser.add_argument("--contenders", nargs="+", choices=(*OURS, *THEIRS), default=(*OURS, *THEIRS))
     parser.add_argument("--tokenizer", type=Path, default=Path("models/smollm2-135m-instruct"))
     parser.add_argument("--one", nargs=2, metavar=("CONTENDER", "MODEL"), help="measure here, for a parent")
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(measured(options.one[0], Path(options.one[1]))))
+        contender, directory = options.one[0], Path(options.one[1])
+        print(
+            json.dumps(compiled(contender, directory) if options.prepare else measured(contender, directory))
+        )
         return
     log, found = log_console(), {}
     contenders = [
@@ -288,30 +328,26 @@ def main() -> None:
     ]
     for shape in options.shapes:
         directory = options.directory / shape
-        if not (directory / "config.json").exists():
-            log.print(f"writing {directory}")
-            write_shape(shape, directory, options.tokenizer)
-        for system in contenders:
-            target = directory / f"{system.split()[-1]}.gguf"
-            if system.startswith("llama.cpp") and not target.exists():
-                log.print(f"writing {target}")
-                write_gguf(directory, target, system.split()[-1])
+        prepare(shape, directory, contenders, options.tokenizer)
+        if options.prepare:
+            continue
+        rounds = options.rounds or ROUNDS[shape]
         runs: dict[str, list[dict[str, float]]] = {each: [] for each in contenders}
-        for number in range(options.rounds):
-            for system in contenders:
-                log.print(f"{shape}, round {number + 1}: {system}")
-                command = [sys.executable, __file__, "--one", system, str(directory)]
-                ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-                runs[system].append(json.loads(ran.stdout.splitlines()[-1]))
+        for number in range(rounds):
+            for contender in contenders:
+                log.print(f"{shape}, round {number + 1}: {contender}")
+                runs[contender].append(apart(contender, directory))
         size = sum(each.stat().st_size for each in directory.glob("*.safetensors"))
         medians = {
             system: {key: statistics.median(run[key] for run in each) for key in each[0]}
             for system, each in runs.items()
         }
-        found[shape] = {"file_bytes": size, "contenders": medians}
-        for system, each in medians.items():
-            log.print(f"{shape} {system}: " + ", ".join(f"{key} {value:.4g}" for key, value in each.items()))
-    end_with_json({"shapes": found, "rounds": options.rounds, "num_threads": torch.get_num_threads()}, None)
+        found[shape] = {"file_bytes": size, "rounds": rounds, "contenders": medians}
+        for contender, each in medians.items():
+            log.print(
+                f"{shape} {contender}: " + ", ".join(f"{key} {value:.4g}" for key, value in each.items())
+            )
+    end_with_json({"shapes": found, "num_threads": torch.get_num_threads()}, None)
 
 
 if __name__ == "__main__":

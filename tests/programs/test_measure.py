@@ -95,6 +95,13 @@ def test_names_and_prompts_that_are_not_there_are_refused(measure, tmp_path):
         measure.measure(measure.MeasureOptions(prompts=tmp_path / "elsewhere"))
 
 
+def test_prompts_are_wanted_by_experiments_that_read_them_alone(measure, tmp_path):
+    experiments = tmp_path / "measurements" / "experiments.yaml"
+    experiments.write_text(experiments.read_text().replace("{prompts}/mt_bench_16.jsonl", "README.md"))
+    measure.measure(measure.MeasureOptions(only=("a",), prompts=tmp_path / "elsewhere"))
+    assert (tmp_path / "measurements" / "a.json").exists()
+
+
 def test_the_pages_are_what_the_experiments_found():
     """But for the marks of experiments whose code has changed since: ``make measure`` sets them."""
     program = conftest.program("scripts/measure.py")
