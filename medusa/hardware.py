@@ -13,9 +13,10 @@ import functools
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,6 +107,12 @@ def multiplies_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
     them in TF32, which keeps 11 bits of a number."""
     is_rounded = device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return dtype == torch.float32 and not is_rounded
+
+
+def sent(values: Tensor | Sequence[Any], device: torch.device | str) -> Tensor:
+    """``values`` of the host on ``device``; the host does not wait for it."""
+    values = torch.as_tensor(values)
+    return values.to(device, non_blocking=values.device.type == "cpu")
 
 
 def wait_for(device: torch.device) -> None:

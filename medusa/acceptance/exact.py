@@ -40,6 +40,8 @@ class Acceptance:
 
     def tokens(self, draft_tokens: Tensor) -> Tensor:
         """New tokens of the step, (B, L) long: the accepted drafts, then ``next_token``, repeated."""
+        if self.path.shape[1] == 1:
+            return self.next_token[:, None]
         shifted = torch.cat([self.path[:, 1:], self.path[:, -1:]], dim=1)
         slots = torch.arange(shifted.shape[1], device=shifted.device)
         is_draft = slots < self.num_accepted[:, None]

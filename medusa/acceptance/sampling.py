@@ -11,11 +11,13 @@ decoding is G = 0.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -23,6 +25,7 @@ from transformers.generation import logits_process as hf
 
 from medusa.acceptance.grammar import GrammarProcessor
 from medusa.engine.kernels import are_loaded
+from medusa.hardware import sent
 from medusa.trees.candidate_tree import TreeTopology
 
 
@@ -101,7 +104,7 @@ def row_seeds(seed: Any, num_rows: int, device: torch.device) -> Tensor:
         raise ValueError(f"seed must be an int or one int per row, got {seed!r}") from None
     if len(seeds) != num_rows:
         raise ValueError(f"seed must be an int or one int per row: {num_rows} rows, got {len(seeds)} seeds")
-    return torch.tensor([s & (2**63 - 1) for s in seeds], device=device)
+    return sent([s & (2**63 - 1) for s in seeds], device)
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
@@ -112,8 +115,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     libraries may round those otherwise in the last bit.
     """
     bits = hashed_bits(seeds, positions, vocab_size)
-    uniform = (bits.float() + 0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    minus_uniform = (bits.float() + 0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1)
+    return minus_uniform.log1p_().neg_().log_().neg_()
 
 
 class UpcomingNoise:
@@ -147,8 +150,8 @@ def hashed_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     is_traced = torch.compiler.is_compiling() or type(seeds) is not Tensor
     if seeds.device.type == "cpu" and not is_traced and are_loaded():
         return cast(Tensor, torch.ops.medusa.hashed_bits(seeds, positions, vocab_size))
-    low, high = _as_int32(seeds), _as_int32(seeds >> 32)
-    at = _as_int32(positions)
+    low, high = _halves(seeds)
+    at, _ = _halves(positions)
     first = _mix(at ^ _mix(low ^ _mix(high + _GOLDEN))[:, None])  # (B, L)
     second = _mix(first + _GOLDEN)
     tokens = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device)
@@ -242,11 +245,16 @@ def process_node_logits(
         if type(processor) in PATH_FREE_PROCESSORS:
             flat = scores.view(-1, scores.shape[2])
             no_path = cast(torch.LongTensor, paths.tokens.new_zeros(len(flat), 1))
-            kept = None if nodes is None else quick_top_p(flat, processor)
-            scores = (processor(no_path, flat) if kept is None else kept).view(scores.shape)
+            scores = _path_free(processor, no_path, flat).view(scores.shape)
         else:
             scores = _process_path_by_path(scores, processor, paths, nodes)
     return scores
+
+
+def _path_free(processor: Any, no_path: Tensor, scores: Tensor) -> Tensor:
+    """Scores (R, V) after a processor that reads nothing else; of no_path (R, 1) it asks the shape."""
+    kept = quick_top_p(scores, processor)
+    return processor(no_path, scores) if kept is None else kept
 
 
 LIKELIEST = 1024
@@ -256,15 +264,23 @@ NUCLEUS_ROUNDING = 2e-5
 
 
 def quick_top_p(scores: Tensor, processor: Any) -> Tensor | None:
-    """What ``transformers``' top-p makes of scores (R, V), to the bit, without sorting all of them: sorting
-    152,000 tokens takes 10 ms a row.
+    """What ``transformers``' top-p makes of scores (R, V), to the bit. It sorts tokens with their numbers,
+    152,000 in 12 ms a row; the likeliest alone are found in 0.8 ms, and all without numbers sorted in 4.
 
-    None where sorting is needed: the nucleus is large, its edge is within rounding or between equal scores,
-    or ``processor`` is another one. Reads the scores on the host.
+    None where that does not tell: between equal scores the numbers decide, ``processor`` is another one, or
+    nothing may be read on the host.
     """
-    is_top_p = type(processor) is hf.TopPLogitsWarper
-    if not is_top_p or scores.device.type != "cpu" or scores.shape[1] <= 4 * LIKELIEST:
+    is_here = scores.device.type == "cpu" and type(scores) is Tensor and not torch.compiler.is_compiling()
+    if type(processor) is not hf.TopPLogitsWarper or not is_here or scores.shape[1] <= 4 * LIKELIEST:
         return None
+    if (edge := _edge_of_likeliest(scores, processor)) is None:
+        edge = _edge_of_sorted(scores, processor)
+    return None if edge is None else scores.masked_fill(scores < edge, processor.filter_value)
+
+
+def _edge_of_likeliest(scores: Tensor, processor: hf.TopPLogitsWarper) -> Tensor | None:
+    """The least score (R, 1) that top-p keeps; None where the nucleus is large, or its edge lies within
+    rounding or between equal scores."""
     best = scores.topk(LIKELIEST, dim=1).values  # (R, K), the largest first
     shares = (best - scores.logsumexp(1, keepdim=True)).double().exp()
     before = shares.cumsum(1) - shares  # (R, K): the probability of all that are likelier
@@ -273,9 +289,19 @@ def quick_top_p(scores: Tensor, processor: Any) -> Tensor | None:
         return None
     edge, beyond = best.gather(1, num_kept - 1), best.gather(1, num_kept)
     is_near = (before - processor.top_p).abs() < NUCLEUS_ROUNDING
-    if is_near.any() or (edge == beyond).any() or not before.isfinite().all():
-        return None
-    return scores.masked_fill(scores < edge, processor.filter_value)
+    is_certain = not is_near.any() and not (edge == beyond).any() and before.isfinite().all()
+    return edge if is_certain else None
+
+
+def _edge_of_sorted(scores: Tensor, processor: hf.TopPLogitsWarper) -> Tensor | None:
+    """As :func:`_edge_of_likeliest`, by the sums that ``transformers`` makes; None between equal scores."""
+    ordered = torch.from_numpy(np.sort(scores.detach().numpy(), axis=1))
+    sums = ordered.softmax(dim=-1).cumsum(dim=-1)
+    num_left_out = (sums <= 1 - processor.top_p).sum(1, keepdim=True)
+    num_left_out = num_left_out.clamp(max=scores.shape[1] - processor.min_tokens_to_keep)
+    edge, beyond = ordered.gather(1, num_left_out), ordered.gather(1, (num_left_out - 1).clamp(min=0))
+    is_between_equals = (edge == beyond) & (num_left_out > 0)
+    return None if is_between_equals.any() or not sums[:, -1].isfinite().all() else edge
 
 
 def warp_logits(logits: Tensor, processors: LogitsProcessorList) -> Tensor:
@@ -287,7 +313,7 @@ def warp_logits(logits: Tensor, processors: LogitsProcessorList) -> Tensor:
     no_path = cast(torch.LongTensor, flat.new_zeros(len(flat), 1, dtype=torch.long))
     for processor in processors:
         if type(processor) in WARPERS:
-            flat = processor(no_path, cast(torch.FloatTensor, flat))
+            flat = _path_free(processor, no_path, flat)
     return flat.view(logits.shape)
 
 
@@ -309,10 +335,10 @@ def _process_path_by_path(scores: Tensor, processor, paths: NodePaths, nodes: Te
 _GOLDEN = -1640531527  # 2**32 / golden ratio, as int32
 
 
-def _as_int32(values: Tensor) -> Tensor:
-    """The low 32 bits, reinterpreted as int32."""
-    low = values & 0xFFFFFFFF
-    return torch.where(low >= 2**31, low - 2**32, low).to(torch.int32)
+def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The low and the high 32 bits of each number of ``values`` (...) long, as int32: views of them."""
+    halves = values.contiguous().view(torch.int32).unflatten(-1, (-1, 2)).unbind(-1)
+    return (halves[0], halves[1]) if sys.byteorder == "little" else (halves[1], halves[0])
 
 
 def _mix(x: Tensor) -> Tensor:

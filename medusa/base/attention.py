@@ -139,11 +139,13 @@ def tree_visibility(
 ) -> Tensor:
     """Which cache slots each node sees, (B, M, S) bool, whatever the layer's window."""
     offset = torch.arange(num_slots, device=lengths.device) - lengths[:, None]  # (B, S): 0 is the root
+    if topology.num_nodes == 1:
+        return offset[:, None] <= 0
     column = offset.clamp(0, topology.num_nodes - 1)
     ancestors = topology.ancestors[:, nodes].expand(lengths.shape[0], -1, -1)
     is_ancestor = ancestors.gather(2, column[:, None].expand(-1, ancestors.shape[1], -1))
-    in_tree = (offset >= 0) & (offset < topology.num_nodes)
-    return torch.where(offset[:, None] < 0, True, is_ancestor & in_tree[:, None])
+    in_tree = offset == column
+    return (offset[:, None] < 0) | (is_ancestor & in_tree[:, None])
 
 
 def within_window(

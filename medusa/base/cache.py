@@ -190,6 +190,10 @@ class TreeCache(Cache):
         path = path[:, : self.slots.shape[1]]  # a tree said to be deeper than it has nodes has longer paths
         in_order = torch.arange(path.shape[1], device=path.device)
         source, target = self.lengths[:, None] + path, self.lengths[:, None] + in_order
+        self._move_entries(source, target)
+
+    def _move_entries(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots ``source`` (B, L) long to ``target`` (B, L) long in every layer."""
         for layer in self._kept_layers:
             layer.move(source, target)
 
@@ -263,7 +267,14 @@ class FixedTreeCache(TreeCache):
 
     Tensors stay where they are until :meth:`reserve`, and nothing here asks the device for a number, so a
     pass may be compiled or captured. ``longest`` is from the last :meth:`load`.
+
+    Where all layers are alike, their keys and values are parts of one tensor, so that an accepted path moves
+    in two operators and not in four a layer.
     """
+
+    def __init__(self, num_rows: int, num_layers: int, device: torch.device | str):
+        super().__init__(num_rows, num_layers, device)
+        self._joint: Tensor | None = None  # (2 * layers, B, heads, S, width)
 
     @property
     def known_lengths(self) -> list[int]:
@@ -274,20 +285,47 @@ class FixedTreeCache(TreeCache):
         """Hold what ``source`` has committed, which must fit the reserved slots."""
         self.longest, self.num_positions = source.longest, source.num_positions
         self.lengths.copy_(source.lengths)
-        for layer, theirs in zip(self.tree_layers, source.tree_layers, strict=True):
-            if not theirs.is_initialized:
-                continue  # a layer that reads another's keys and values, as in Gemma 3n, has none of its own
+        # a layer that reads another's keys and values, as in Gemma 3n, has none of its own
+        pairs = [each for each in zip(self.tree_layers, source.tree_layers, strict=True) if each[1].entries]
+        for layer, theirs in pairs:
             if not layer.is_initialized:
-                layer.lazy_initialization(theirs.entries[0], theirs.entries[1])
-                layer.reserve(self.num_slots)
+                layer.lazy_initialization(*theirs.entries)
+        self.reserve(self.num_slots)
+        for layer, theirs in pairs:
             for entries, given in zip(layer.entries, theirs.entries, strict=True):
                 entries[:, :, : source.longest] = given[:, :, : source.longest]
 
     def reserve(self, num_slots: int) -> None:
         """Have every pass read ``num_slots`` slots; buffers that are shorter grow, and so move."""
         self.under_way.num_slots = num_slots
+        entries = [each for layer in self.tree_layers for each in layer.entries]
+        if num_slots <= min((each.shape[2] for each in entries), default=num_slots):
+            return
+        kinds = {(*each.shape[:2], each.shape[3], each.dtype, each.device) for each in entries}
+        if len(kinds) > 1:
+            for layer in self.tree_layers:
+                layer.reserve(num_slots)
+            return
+        ((*rows_and_heads, width, _, _),) = kinds
+        self._joint = _zeros(entries[0], (len(entries), *rows_and_heads, _rounded_up(num_slots), width))
+        for part, each in zip(self._joint, entries, strict=True):
+            part[:, :, : each.shape[2]] = each
+        parts = iter(self._joint)
         for layer in self.tree_layers:
-            layer.reserve(num_slots)
+            if layer.entries:
+                layer.set_buffers([next(parts), next(parts)])
+
+    def _move_entries(self, source: Tensor, target: Tensor) -> None:
+        if self._joint is None:
+            super()._move_entries(source, target)
+        elif len(source) == 1:
+            self._joint.index_copy_(3, target[0], self._joint.index_select(3, source[0]))
+        else:
+            parts, _, heads, _, width = self._joint.shape
+            source, target = (
+                each[None, :, None, :, None].expand(parts, -1, heads, -1, width) for each in (source, target)
+            )
+            self._joint.scatter_(3, target, self._joint.gather(3, source))
 
     def plan_pass(self, num_nodes: int, first_node: int = 0) -> None:
         nodes = torch.arange(first_node, first_node + num_nodes, device=self.lengths.device)
@@ -413,10 +451,13 @@ def _grown(entries: Tensor, num_slots: int, num_used: int) -> Tensor:
     """The first ``num_used`` slots of ``entries`` (B, heads, capacity, width), with room for ``num_slots`` in
     whole steps."""
     batch, heads, _, width = entries.shape
-    room = -(-num_slots // GROWTH_STEP) * GROWTH_STEP
-    grown = _zeros(entries, (batch, heads, room, width))
+    grown = _zeros(entries, (batch, heads, _rounded_up(num_slots), width))
     grown[:, :, :num_used] = entries[:, :, :num_used]
     return grown
+
+
+def _rounded_up(num_slots: int) -> int:
+    return -(-num_slots // GROWTH_STEP) * GROWTH_STEP
 
 
 def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -347,6 +347,7 @@ def prefill(
     layers: Sequence[int] = (),
     run: Callable[..., tuple[Tensor, Tensor]] = verify,
     keeps_features: bool = False,
+    known: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Commit the tokens that ``cache`` lacks; hidden states (B, D) and logits (B, V) of the last.
 
@@ -354,12 +355,13 @@ def prefill(
     A prompt is a tree too, a chain, so it goes through ``run``, ``chunk`` tokens at a time to bound memory;
     with LongRoPE (see the top of this file) the first chunk of a long prompt is as long as it takes to switch
     the factors. ``keeps_features`` has the cache keep the states of all tokens, for drafters that read them.
+    ``known`` are the ``lengths`` where the host has them.
     """
     if isinstance(cache, StatefulCache) and cache.num_rows > 1:  # a state must not read padding
         return _prefill_alone(base, tokens, lengths, cache, chunk, layers, run, keeps_features)
     hidden = logits = None
     cache.expect(tokens.shape[1])
-    missing, known = lengths - cache.lengths, lengths.tolist()
+    missing, known = lengths - cache.lengths, lengths.tolist() if known is None else known
     switch = longrope_threshold(base)
     if switch is not None and max(known) <= switch:
         cache.num_positions = switch  # nodes beyond the answer would switch the factors of those within

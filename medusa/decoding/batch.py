@@ -47,7 +47,7 @@ from medusa.decoding.step import (
 )
 from medusa.drafters.protocol import Drafter, DraftValidator
 from medusa.drafters.references import References
-from medusa.hardware import available_memory
+from medusa.hardware import available_memory, sent
 from medusa.options import check_at_least
 
 PREFIX_TOKENS = 32768
@@ -126,7 +126,7 @@ class Row:
 
     @property
     def prompt(self) -> list[int]:
-        return self.request.tokens[self.index, : int(self.request.lengths[self.index])].tolist()
+        return self.request.prompts[self.index]
 
     def take_error(self) -> Exception:
         """The exception that made the row fail, which the row then drops: the traceback knows the pass, its
@@ -172,7 +172,7 @@ class _Prefill:
 
     @property
     def longest(self) -> int:
-        return int(self.request.lengths.max())
+        return max(map(len, self.request.prompts))
 
     @property
     def num_remaining(self) -> int:
@@ -289,7 +289,7 @@ class Batch:
                 "requests share passes only with acceptance='exact' and the logits processors and stopping "
                 "criteria of generate itself; call generate for this one"
             )
-        length, new = int(request.lengths[0]), request.max_new_tokens
+        length, new = len(request.prompts[0]), request.max_new_tokens
         given = f"prompt of {length} tokens + max_new_tokens={new}"
         if self._context is not None and length + new > self._context:
             raise ValueError(f"{given} must fit the {self._context} positions that rows of a batch may have")
@@ -377,7 +377,7 @@ class Batch:
         longest = self._prefills[-1].num_remaining / 2 if self._prefills else float("inf")
         passed = []
         for row in self.waiting:
-            length = int(row.request.lengths[0]) + len(row.tokens)
+            length = len(row.prompt) + len(row.tokens)
             if not self._has_room_for(length):
                 if row.num_overtaken >= MAX_OVERTAKES:
                     break
@@ -392,8 +392,9 @@ class Batch:
 
     def _prefill_of(self, row: Row) -> _Prefill:
         ids = row.prompt + row.tokens
-        tokens = torch.tensor([ids], device=row.request.tokens.device)
-        request = replace(row.request, tokens=tokens, lengths=row.request.lengths + len(row.tokens))
+        tokens = sent([ids], row.request.tokens.device)
+        lengths = row.request.lengths + len(row.tokens)
+        request = replace(row.request, tokens=tokens, lengths=lengths, known_prompts=(ids,))
         prefix, row.num_reused = self._known_prefix(ids, row.owner)
         row.num_read = row.num_reused
         return _Prefill([row], request, prefix)
@@ -444,7 +445,8 @@ class Batch:
 
     def _read_chunk(self, reading: _Prefill, num_tokens: int) -> None:
         prefix = reading.prefix
-        self._runner.prefill(reading.request.tokens, prefix.lengths + num_tokens, prefix)
+        known = [length + num_tokens for length in prefix.known_lengths]
+        self._runner.prefill(reading.request.tokens, prefix.lengths + num_tokens, prefix, known=known)
         for row in reading.rows:
             row.num_read = prefix.longest
 

@@ -31,6 +31,7 @@ from medusa.acceptance.rules import RULES
 from medusa.acceptance.sampling import NODE_PROCESSORS, row_seeds
 from medusa.base.causal_lm import CausalLM, check_positions, embedding_weight, ids_of, lm_head_device
 from medusa.decoding.state import DecodeRequest, is_exact
+from medusa.hardware import sent
 
 DROPPED_ARGUMENTS = {
     "assistant_model": "a model that drafts is a drafter here: pass drafter=",
@@ -65,20 +66,27 @@ def decode_request(
             something a tree cannot honour (beams, a cache of the caller's, per-step outputs).
     """
     _check_supported(generation_config, acceptance, model_inputs)
-    input_ids = _checked_ids(input_ids, base).to(lm_head_device(base))
-    tokens, padding = _without_padding(input_ids, attention_mask)
-    _check_positions(model_inputs.get("position_ids"), padding, input_ids.shape[1])
+    if input_ids.dtype == torch.bool or input_ids.is_floating_point() or input_ids.is_complex():
+        raise ValueError(f"input_ids must be whole numbers, torch.long, got {input_ids.dtype}")
+    ids, mask, positions = _on_host(input_ids, attention_mask, model_inputs.get("position_ids"))
+    _check_ids(ids, base)
+    padding = _padding(ids, mask)
+    _check_positions(positions, padding, ids.shape[1])
+    prompts = tuple(row[width:].tolist() for row, width in zip(ids, padding, strict=True))
+    device = lm_head_device(base)
+    input_ids = sent(input_ids.long(), device)
     do_sample, ends = generation_config.do_sample, _Ends.of(stopping_criteria)
     max_new_tokens = max(1, ends.max_length - input_ids.shape[1])
-    lengths = tokens.shape[1] - torch.tensor(padding, device=tokens.device)
-    check_positions(base, lengths.tolist(), max_new_tokens)
+    lengths = list(map(len, prompts))
+    check_positions(base, lengths, max_new_tokens)
     processors, watching = _for_rows_alone(logits_processor, padding)
-    in_lockstep = _needs_lockstep(watching, ends, len(tokens), do_sample, acceptance)
+    in_lockstep = _needs_lockstep(watching, ends, len(prompts), do_sample, acceptance)
     return DecodeRequest(
-        tokens=tokens,
-        lengths=lengths,
+        tokens=_without_padding(input_ids, padding),
+        lengths=sent(lengths, device),
+        known_prompts=prompts,
         max_new_tokens=max_new_tokens,
-        seeds=row_seeds(seed, len(tokens), tokens.device) if do_sample else None,
+        seeds=row_seeds(seed, len(prompts), device) if do_sample else None,
         temperature=generation_config.temperature or 1.0 if do_sample else 1.0,
         processors=logits_processor if in_lockstep else processors,
         criteria=ends.others,
@@ -129,7 +137,7 @@ def joined_sequences(input_ids: Tensor, answers: list[list[int]], config: Genera
     pad_id = _pad_id(config)
     longest = max(len(answer) for answer in answers)
     rows = [answer + [pad_id] * (longest - len(answer)) for answer in answers]
-    return torch.cat([input_ids, input_ids.new_tensor(rows)], dim=1)
+    return torch.cat([input_ids, sent(rows, input_ids.device)], dim=1)
 
 
 def _check_supported(
@@ -162,44 +170,56 @@ def _check_supported(
         raise ValueError(f"{', '.join(unread)} not supported: medusa decodes from input_ids alone")
 
 
-def _checked_ids(input_ids: Tensor, base: CausalLM) -> Tensor:
-    """The same as longs: compiled and captured steps read memory by them unchecked."""
+def _on_host(ids: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """The same as longs on the host, in one read of the device."""
+    given = [each for each in (ids, *others) if each is not None]
+    together = torch.cat([sent(each.long().flatten(), ids.device) for each in given]).cpu()
+    parts = iter(together.split([each.numel() for each in given]))
+    return tuple(None if each is None else next(parts).view(each.shape) for each in (ids, *others))
+
+
+def _check_ids(input_ids: Tensor, base: CausalLM) -> None:
+    """Raise ValueError for ids that are none: compiled and captured steps read memory by them unchecked."""
     num_known = embedding_weight(base.get_input_embeddings()).shape[0]
-    if input_ids.dtype == torch.bool or input_ids.is_floating_point() or input_ids.is_complex():
-        raise ValueError(f"input_ids must be whole numbers, torch.long, got {input_ids.dtype}")
-    input_ids = input_ids.long()
     if input_ids.numel():
-        least, most = input_ids.aminmax()
+        least, most = map(int, input_ids.aminmax())
         if least < 0 or most >= num_known:
             raise ValueError(
                 f"input_ids must be token ids from 0 to {num_known - 1}, the rows of the base's embedding, "
-                f"got ids from {int(least)} to {int(most)}; were they made by another tokenizer?"
+                f"got ids from {least} to {most}; were they made by another tokenizer?"
             )
-    return input_ids
 
 
-def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, list[int]]:
-    """Rows moved to column 0, (B, T) long, and how much left padding each had."""
+def _padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
+    """How much left padding each row of the host's ``input_ids`` (B, T) has."""
     num_rows, width = input_ids.shape
     if num_rows == 0:
         raise ValueError("input_ids must hold at least one row, got an empty batch")
     if width == 0:
         raise ValueError("input_ids must hold at least one token per row, got none: the prompt is empty")
     if attention_mask is None:
-        return input_ids, [0] * num_rows
+        return [0] * num_rows
     if attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, "
             f"got {tuple(attention_mask.shape)}"
         )
-    mask = attention_mask.to(input_ids.device).bool()
-    if bool((mask[:, 1:] < mask[:, :-1]).any()):
+    mask = attention_mask.bool()
+    if (mask[:, 1:] < mask[:, :-1]).any():
         raise ValueError("prompts must be padded on the left: set tokenizer.padding_side = 'left'")
-    padding = (~mask).sum(dim=1)
-    if int(padding.max()) == width:
-        raise ValueError(f"row {int(padding.argmax())} of input_ids is all padding: the prompt is empty")
-    columns = torch.arange(width, device=input_ids.device) + padding[:, None]
-    return input_ids.gather(1, columns.clamp(max=width - 1)), padding.tolist()
+    padding = (~mask).sum(dim=1).tolist()
+    if max(padding) == width:
+        raise ValueError(f"row {padding.index(width)} of input_ids is all padding: the prompt is empty")
+    return padding
+
+
+def _without_padding(input_ids: Tensor, padding: list[int]) -> Tensor:
+    """Rows moved to column 0, (B, T) long."""
+    if not any(padding):
+        return input_ids
+    columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+    columns = columns + sent(padding, input_ids.device)[:, None]
+    return input_ids.gather(1, columns.clamp(max=input_ids.shape[1] - 1))
 
 
 def _check_positions(position_ids: Tensor | None, padding: list[int], width: int) -> None:

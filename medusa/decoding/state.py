@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -57,8 +58,18 @@ class DecodeRequest:
     nothing."""
     references: tuple[References, ...] = ()
     """What each row may copy from beside its own text; () for nothing."""
+    known_prompts: tuple[list[int], ...] | None = None
+    """The prompts, where the host has them: see :attr:`prompts`."""
     acceptance: str = "exact"
     """"exact", "typical" (lossy), or the name of a rule in ``medusa.acceptance.rules``."""
+
+    @cached_property
+    def prompts(self) -> tuple[list[int], ...]:
+        """The prompts on the host; the device is waited for where they were not given."""
+        if self.known_prompts is not None:
+            return self.known_prompts
+        rows = zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)
+        return tuple(tokens[:length] for tokens, length in rows)
 
     def with_padding(self, row: int, sequence: Tensor) -> Tensor:
         """``sequence`` (T,) long, which begins with the prompt of ``row``, with the caller's padding before
@@ -67,7 +78,7 @@ class DecodeRequest:
 
     def lockstep_batch(self) -> LockstepBatch:
         """The batch as the caller gave it."""
-        rows = zip(self.tokens, self.lengths.tolist(), strict=True)
+        rows = zip(self.tokens, map(len, self.prompts), strict=True)
         prompts = [self.with_padding(row, tokens[:length]) for row, (tokens, length) in enumerate(rows)]
         return LockstepBatch(
             torch.stack(prompts),

@@ -167,6 +167,8 @@ def static_step(
     ``base``.
     """
     context = replace(draft_context(state.rows, base), fixed_shape=True)
+    if context.noise is not None:
+        context.noise.until(drafter.max_depth + 1)  # in one draw: drafting would ask for one depth at a time
     draft = _checked(drafter.draft(context), context, drafter, state, vocab_size(base))
     logits = base(**tree_inputs(base, draft.tokens, draft.topology, state.cache)).logits
     acceptance = acceptance_of(state.rows, draft, logits, context.noise)
@@ -187,34 +189,35 @@ def _checked(
 
 def _commit(state: StaticState, draft: Draft, acceptance: Acceptance, hidden: Tensor) -> None:
     """Keep the accepted path as far as its row goes; ``hidden`` (B, N, D) holds the states of all nodes."""
-    rows = state.rows
+    rows, is_plain = state.rows, draft.topology.num_nodes == 1
     new = acceptance.tokens(draft.tokens)[:, : draft.topology.num_nodes]  # (B, L), L at most N
-    num_kept, is_last = _until_end(state, new, acceptance.num_accepted + 1)
-    if draft.topology.num_nodes > 1:  # the host takes one step without guesses then
-        is_broken = ~hidden.isfinite().flatten(1).all(dim=1)  # (B,)
-        num_kept, is_last = num_kept.masked_fill(is_broken, 0), is_last & ~is_broken
+    counts, stands = torch.arange(new.shape[1] + 1, device=new.device), state.finished
+    if not is_plain:  # the host takes one step without guesses then
+        is_broken = (hidden * 0).flatten(1).any(dim=1)  # (B,)
         state.is_broken.logical_or_(is_broken.any())
-    ahead = torch.arange(new.shape[1], device=new.device)
-    rows.tokens.scatter_(1, rows.lengths[:, None] + ahead, new)
+        stands = stands | is_broken
+    end = _first_end(state, new, counts[1:])
+    num_kept = torch.minimum(acceptance.num_accepted + 1, end).masked_fill_(stands, 0)
+    rows.tokens.scatter_(1, rows.lengths[:, None] + counts[:-1], new)
     deepest = acceptance.path[:, -1:, None].expand(-1, -1, hidden.shape[2])
-    stands = (num_kept == 0)[:, None]
-    rows.hidden.copy_(torch.where(stands, rows.hidden, hidden.gather(1, deepest).squeeze(1)))
+    newest = hidden[:, 0] if is_plain else hidden.gather(1, deepest).squeeze(1)
+    rows.hidden.copy_(torch.where((num_kept == 0)[:, None], rows.hidden, newest))
     state.cache.commit(acceptance.path, num_kept, draft.topology.is_chain)
     rows.lengths.add_(num_kept)
-    state.finished.logical_or_(is_last)
+    state.finished.logical_or_(end <= num_kept)
     state.num_kept.index_copy_(0, state.num_unread, num_kept[None])
     state.num_accepted.index_copy_(0, state.num_unread, acceptance.num_accepted[None])
     state.num_unread.add_(1)
 
 
-def _until_end(state: StaticState, new: Tensor, num_new: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of the first ``num_new`` (B,) of ``new`` (B, L) each row keeps, and whether they end it."""
-    ahead = torch.arange(new.shape[1], device=new.device)
-    is_full = state.rows.lengths[:, None] + ahead + 1 >= state.ends[:, None]
-    ends_row = is_full | (new[..., None] == state.eos).any(dim=-1)  # (B, L)
-    first_end = torch.where(ends_row, ahead, new.shape[1]).amin(dim=1)
-    num_kept = torch.minimum(num_new, first_end + 1)
-    return num_kept.masked_fill(state.finished, 0), first_end < num_new
+def _first_end(state: StaticState, new: Tensor, counts: Tensor) -> Tensor:
+    """How many of ``new`` (B, L) there are up to the first that ends its row, (B,): more than L where none
+    does, none in rows that are full. ``counts`` are 1 .. L."""
+    num_left = state.ends - state.rows.lengths
+    if not len(state.eos):
+        return num_left
+    is_eos = (new[..., None] == state.eos).any(dim=-1)  # (B, L)
+    return torch.minimum(torch.where(is_eos, counts, new.shape[1] + 1).amin(dim=1), num_left)
 
 
 _CAPTURE_LOCK = threading.Lock()

@@ -54,11 +54,16 @@ class ModelRunner:
     """Whether the text's hidden states are kept in its cache, for drafters that read them."""
 
     def prefill(
-        self, tokens: Tensor, lengths: Tensor, cache: TreeCache, chunk: int = 512
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        cache: TreeCache,
+        chunk: int = 512,
+        known: list[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As :func:`medusa.base.causal_lm.prefill`."""
         given = tokens, lengths, cache, chunk, self.layers, self.run, self.keeps_features
-        return prefill(self.base, *given)
+        return prefill(self.base, *given, known)
 
     def verify(self, tokens: Tensor, topology: TreeTopology, cache: TreeCache) -> tuple[Tensor, Tensor]:
         """As :func:`medusa.base.causal_lm.verify`."""
@@ -270,13 +275,15 @@ def prefill_request(
     ``prefix`` holds the part of the prompt that is cached already. The last ``num_before`` tokens of the
     prompt belong to the answer, which continues. ``refuses_nan`` is a field of the state.
     """
-    hidden, logits = runner.prefill(request.tokens, request.lengths, prefix)
+    known = [len(prompt) for prompt in request.prompts]
+    hidden, logits = runner.prefill(request.tokens, request.lengths, prefix, known=known)
     last = request.lengths[:, None] - 1
     num_rows = len(request.lengths)
     state = DecodeState(
         rows=list(range(num_rows)),
         tokens=request.tokens,
         lengths=request.lengths,
+        known=(request.lengths, known),
         hidden=hidden,
         cache=prefix,
         requests=[request] * num_rows,

@@ -294,17 +294,17 @@ class DynamicDrafter(LevelDrafter):
         ]
         number = torch.arange(first - 1, first - 1 + num_nodes, device=at.device).repeat(rows, 1)
         number = torch.nn.functional.pad(number, (0, 1)).scatter(1, spare, beam)[:, :-1]
-        depth = torch.full_like(number, beam_depth)
-        below = torch.zeros_like(value, dtype=torch.bool)
-        parents, log_shares = expected.parents, expected.shares.log()
+        in_beam, parents = value > -torch.inf, expected.parents
+        is_reached, level = in_beam, torch.stack([value, torch.full_like(value, beam_depth)])
+        step = torch.stack([expected.shares.log(), torch.ones_like(value)])
+        above = parents.expand(2, -1, -1)
         for _ in range(self.suffix_length - beam_depth):  # a level of `expected` each time
-            reached = ~value.isfinite() & value.gather(1, parents).isfinite()
-            below = below | reached
-            value = torch.where(reached, value.gather(1, parents) + log_shares, value)
-            depth = torch.where(reached, depth.gather(1, parents) + 1, depth)
-        values = value.masked_fill(~below, -torch.inf)
-        above = number.gather(1, parents).masked_fill(~below, -1)
-        depth = depth.masked_fill(~below, 1)
+            is_next = is_reached.gather(1, parents) > is_reached
+            level = torch.where(is_next, level.gather(2, above) + step, level)
+            is_reached = is_reached | is_next
+        is_other = in_beam | ~is_reached
+        values, depth = level[0].masked_fill(is_other, -torch.inf), level[1].long().masked_fill(is_other, 1)
+        above = number.gather(1, parents).masked_fill(is_other, -1)
         return expected.tokens[:, 1:], values[:, 1:], above[:, 1:], depth[:, 1:]
 
 

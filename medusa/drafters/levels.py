@@ -21,6 +21,7 @@ from torch import Tensor
 from medusa.acceptance.protocol import DraftKind, draft_noise, draw_tree, kind_drawn
 from medusa.acceptance.sampling import warp_logits
 from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
+from medusa.hardware import sent
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 LARGEST_LOGIT = 1e9
@@ -53,7 +54,7 @@ class LevelDrafter(StatelessDrafter):
         depths = [len(path) for path in tree.paths]
         starts = [depths.index(d) for d in range(tree.depth + 1)] + [tree.num_nodes]
         self.levels = [slice(start, end) for start, end in pairwise(starts)]
-        self._ranks = torch.tensor([path[-1] if path else 0 for path in tree.paths], device=self._device)
+        self._ranks = sent([path[-1] if path else 0 for path in tree.paths], self._device)
 
     @property
     def max_depth(self) -> int:

@@ -201,6 +201,7 @@ class PlainDrafter(StatelessDrafter):
 
     def __init__(self, aux_layers: tuple[int, ...] = ()):
         self.aux_layers = aux_layers
+        self._topology: TreeTopology | None = None
 
     @property
     def static_key(self) -> Hashable:
@@ -214,7 +215,9 @@ class PlainDrafter(StatelessDrafter):
         return []
 
     def draft(self, context: DraftContext) -> Draft:
-        return Draft(context.root[:, None], TreeTopology.chain(1, context.root.device))
+        if self._topology is None or self._topology.parents.device != context.root.device:
+            self._topology = TreeTopology.chain(1, context.root.device)
+        return Draft(context.root[:, None], self._topology)
 
 
 # ------------------------------------------------------------------ what every draft must be

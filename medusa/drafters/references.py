@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from medusa.engine.kernels import missing_kernels
+from medusa.hardware import sent
 
 NUM_ORDERS = 2
 """Lengths of match that are indexed, as ``kernels.cpp`` has them."""
@@ -120,8 +121,8 @@ def references_of(
         raise TypeError(f"corpus must be a medusa.SuffixCorpus, got {type(corpus).__name__}")
     found = []
     for row, prompt in zip(_rows(prediction, len(prompts)), prompts, strict=True):
-        ids = _ids(encode(row) if isinstance(row, str) else row, vocab_size).to(prompt.device)
-        expected = torch.cat([prompt[-PROMPT_END:], ids]) if len(ids) else None
+        ids = _ids(encode(row) if isinstance(row, str) else row, vocab_size)
+        expected = torch.cat([prompt[-PROMPT_END:], sent(ids, prompt.device)]) if len(ids) else None
         found.append(References(expected, corpus))
     is_nothing = corpus is None and all(each.prediction is None for each in found)
     return () if is_nothing else tuple(found)

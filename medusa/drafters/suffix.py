@@ -137,7 +137,7 @@ def _chains(context: DraftContext, num_tokens: int) -> Continuations:
     length = (matched + ahead).clamp(max=MAX_MATCH)
     counts = torch.zeros(length.shape, dtype=torch.float32, device=length.device)
     for least, count in enumerate(MATCH_ODDS):  # no table: it would have to be moved to the device
-        counts = torch.where(length >= least, count, counts)
+        counts.masked_fill_(length >= least, count)
     is_output = (match.continuation >= 0) & (match.continuation < context.vocab_size)
     goes_on = is_output.cumprod(1) > 0
     shares = torch.where((matched > 0) & goes_on, counts / (1 + counts), 0)

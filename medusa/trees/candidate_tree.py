@@ -18,6 +18,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from medusa.hardware import sent
+
 RankPath = tuple[int, ...]
 
 MAX_NODES = 4096
@@ -104,8 +106,7 @@ class CandidateTree:
 
     def topology(self, device: torch.device | str = "cpu") -> TreeTopology:
         """The tensors a decode step reads, on ``device``."""
-        parents = torch.tensor(self.parents, device=device)
-        depths = torch.tensor([len(path) for path in self.paths], device=device)
+        parents, depths = sent(self.parents, device), sent([len(path) for path in self.paths], device)
         return TreeTopology.from_parents(parents[None], depths[None], self.depth, self.is_chain)
 
 

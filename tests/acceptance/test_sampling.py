@@ -174,7 +174,7 @@ def test_noise_on_a_gpu_is_the_noise_on_the_cpu():
 @pytest.mark.parametrize("kind", ["peaked", "flat", "equal scores", "left out before", "no numbers"])
 def test_top_p_without_sorting_keeps_what_transformers_keeps(kind, top_p):
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(40, 20_000, generator=generator) * (0.1 if kind == "flat" else 4)
+    logits = torch.randn(40, 20_000, generator=generator) * (0.5 if kind == "flat" else 4)
     if kind == "equal scores":
         logits = logits.round()
     elif kind == "left out before":
@@ -187,7 +187,7 @@ def test_top_p_without_sorting_keeps_what_transformers_keeps(kind, top_p):
         if (ours := quick_top_p(row, warper)) is not None:
             num_quick += 1
             assert torch.equal(ours, theirs)
-    assert num_quick > 30 if kind in ("peaked", "left out before") and top_p < 0.99 else num_quick < 40
+    assert num_quick == 40 or kind not in ("peaked", "flat", "left out before")
     assert quick_top_p(logits, hf.TopKLogitsWarper(5)) is None
 
 

@@ -278,6 +278,10 @@ class PretendedGraph:
         self._outside: dict[int, tuple[Tensor, int]] = {}  # by address: memory that this does not keep
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
 
+    @property
+    def num_launches(self) -> int:
+        return len(self._calls)
+
     def pool(self) -> tuple[int, int]:
         return 0, id(self)
 

@@ -43,7 +43,7 @@ from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.heads.checkpoint import HeadsCheckpoint
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.training.states.base import end_on
-from pretended_card import PretendedGraph
+from pretended_card import PretendedGraph, counts
 
 TREE = CandidateTree.from_paths([(), (0,), (1,), (0, 0), (1, 2), (1, 2, 0)])
 GREEDY = {"do_sample": False}
@@ -56,6 +56,18 @@ NUM_LAYERS = 4
 
 MOST_WAITS = {"plain": 1, "heads": 1, "dynamic-heads+suffix": 1}
 """Times that the host waits for the device in a general step of one row, as it is: they may only fall."""
+MOST_WAITS_OF_A_CALL = 7
+"""And in a call of one token: four times in ``transformers``' own part of it, and for the ids, for what may
+have changed since the last call, and for the token."""
+MOST_LAUNCHES = {
+    ("plain", "greedy"): 26,
+    ("plain", "sampled"): 121,
+    ("heads", "greedy"): 81,
+    ("heads", "sampled"): 184,
+    ("dynamic-heads+suffix", "greedy"): 534,
+    ("dynamic-heads+suffix", "sampled"): 729,
+}
+"""Operators of a captured step of one row that are none of the base's pass."""
 MOST_WAITS_OF_A_BURST = 1
 """And in a burst of static or captured steps, whose results it reads together."""
 
@@ -215,6 +227,23 @@ def test_steps_of_fixed_shape_wait_once_in_a_burst_alone(models, step):
     of_steps = {where: count for where, count in seen.waits.items() if "decoding/static.py" in where}
     at_the_start = 3  # what ends a row, the lengths, and that captured steps have been set up
     assert sum(of_steps.values()) <= MOST_WAITS_OF_A_BURST * 5 + at_the_start, of_steps  # of 8 steps each
+
+
+@pytest.mark.parametrize("rule", counts.RULES)
+@pytest.mark.parametrize("drafter", counts.DRAFTERS)
+def test_a_captured_step_launches_and_a_call_of_one_token_waits_no_more_than_it_did(counted, drafter, rule):
+    model, of_a_pass = counted
+    repeated_keys_and_values = 0 if drafter == "plain" else 2 * NUM_LAYERS
+    ours = counts.launches_of_a_step(model, drafter, rule) - of_a_pass - repeated_keys_and_values
+    assert ours <= MOST_LAUNCHES[drafter, rule]
+    assert counts.waits_of_a_call(model, drafter, rule) <= MOST_WAITS_OF_A_CALL
+
+
+@pytest.fixture(scope="module")
+def counted():
+    """A model, and the launches of a pass of its base."""
+    model = counts.model_of(NUM_LAYERS)
+    return model, counts.launches_of_a_pass(model)
 
 
 # ------------------------------------------------------------------ what was captured

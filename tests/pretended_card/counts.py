@@ -1,0 +1,87 @@
+"""How often the host waits for a card, and how many operators a captured step launches, on a pretended one:
+
+    python tests/pretended_card/counts.py
+
+The last line is one JSON object, which MEASUREMENTS.md is written from.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # where it is a program of its own
+
+import pretended_card  # isort: skip  # before torch
+
+import torch
+from conftest import GROUPED, random_heads, random_prompts
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from medusa import CandidateTree, MedusaModel
+
+NUM_LAYERS = 32
+DRAFTERS = ("plain", "heads", "dynamic-heads+suffix")
+RULES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.9, "seed": 3},
+}
+
+
+def model_of(num_layers: int) -> MedusaModel:
+    """A random base on a card, with four heads and a tree of 64 nodes."""
+    torch.manual_seed(7)
+    base = LlamaForCausalLM(LlamaConfig(**{**GROUPED, "num_hidden_layers": num_layers}))
+    paths = [(0,) * depth + (rank,) for depth in range(4) for rank in range(15)]
+    tree = CandidateTree.from_paths([(), *paths, (1, 0), (1, 0, 0), (2, 0)])
+    return MedusaModel(base.eval().to("cuda"), random_heads(num_heads=4), tree)
+
+
+def launches_of_a_pass(model: MedusaModel) -> int:
+    """Operators of the base's own forward pass over one token, as ``transformers`` runs it."""
+    prompt, cache = random_prompts(1, 20).to("cuda"), DynamicCache(config=model.base.config)
+    with torch.no_grad():
+        model.base(input_ids=prompt, past_key_values=cache, use_cache=True)
+        with pretended_card.watched() as seen:
+            model.base(input_ids=prompt[:, :1], past_key_values=cache, use_cache=True)
+    return seen.launches.total()
+
+
+def launches_of_a_step(model: MedusaModel, drafter: str, rule: str) -> int:
+    """Operators in the graph of a captured step of one row."""
+    pretended_card.PretendedGraph.made.clear()
+    prompt = random_prompts(1, 20).to("cuda")
+    model.generate(prompt, **RULES[rule], drafter=drafter, step="captured", max_new_tokens=30)
+    return pretended_card.PretendedGraph.made[0].num_launches
+
+
+def waits_of_a_call(model: MedusaModel, drafter: str, rule: str) -> int:
+    """Times that the host waits in a call of ``generate`` for one token."""
+    prompt = random_prompts(1, 20).to("cuda")
+    with pretended_card.watched() as seen:
+        model.generate(prompt, **RULES[rule], drafter=drafter, max_new_tokens=1)
+    return seen.waits.total()
+
+
+def main() -> None:
+    model = model_of(NUM_LAYERS)
+    print(
+        json.dumps(
+            {
+                "num_layers": NUM_LAYERS,
+                "num_nodes": model.tree.num_nodes,
+                "launches_of_a_pass": launches_of_a_pass(model),
+                "launches_of_a_step": {
+                    drafter: {rule: launches_of_a_step(model, drafter, rule) for rule in RULES}
+                    for drafter in DRAFTERS
+                },
+                "waits_of_a_call": max(waits_of_a_call(model, drafter, "sampled") for drafter in DRAFTERS),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
