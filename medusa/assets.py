@@ -15,7 +15,7 @@ EMBEDDED_BASE = "smollm2-135m-instruct"
 
 
 def cache_home() -> Path:
-    """What the user need not keep: ``MEDUSA_CACHE``, else ``medusa`` in the user's cache directory."""
+    """The cache directory: ``MEDUSA_CACHE``, else ``medusa`` in the user's cache directory."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("MEDUSA_CACHE") or Path(home) / "medusa")
 

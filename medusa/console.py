@@ -1,4 +1,4 @@
-"""What programs show a reader: tables that fit the terminal, and how far a job is.
+"""Output of programs: tables that fit the terminal, and the progress of jobs.
 
 Where a table is too wide, what does not fit beside the rest follows below, and nothing is cut off. Progress
 is a bar on a terminal, and a line now and then elsewhere. Programs talk to the reader on standard error;

@@ -35,11 +35,11 @@ ROLES = {
     "observation": "tool",
     "ipython": "tool",
 }
-"""What other programs call the four roles, in small letters."""
+"""Other programs' names of the four roles, in lower case."""
 MAX_NESTING = 64
 """Levels of a value in a row; Python's JSON breaks at some hundreds."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-"""What servers and templates call it; the first is ours."""
+"""Names of the reasoning in servers and templates; the first is ours."""
 ANSWER_KEYS = (*_REASONING, "tool_calls", "function_call")
 """Keys of an assistant message that say something without content."""
 _IS_TRAINED = ("train", "loss", "weight")
@@ -280,7 +280,7 @@ def reserved_names() -> frozenset[str]:
 
 
 def template_options(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """What a chat template gets beside the messages of ``row``: ``tools``, and its ``chat_template_kwargs``.
+    """The chat template options of ``row``: ``tools``, and its ``chat_template_kwargs``.
 
     Raises:
         ValueError: they are of another type, or would replace the model's template or how it is rendered.

@@ -172,7 +172,7 @@ class _EachKeyOnce(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> Any:
-    """What ``path`` holds.
+    """The JSON object in ``path``.
 
     Raises:
         ValueError: it is not YAML, gives a key twice, or is too deeply nested to be read.
@@ -210,7 +210,7 @@ def replaced_directory(directory: str | Path, overwrite: bool = False) -> Iterat
 
 
 def _followed(path: Path) -> Path:
-    """What ``path`` points to where it is a link, else itself.
+    """The target of ``path`` where it is a link, else itself.
 
     Raises:
         OSError: it is a link that leads to itself.
@@ -281,7 +281,7 @@ class Layout:
     """The marks of a directory that we wrote."""
 
     what: str
-    """What it is, for messages."""
+    """The kind of directory, for messages."""
     files: tuple[str, ...]
     """Every file that it may hold, by its relative path; ``*`` matches any part of a name."""
     is_signed: Callable[[Path], bool]

@@ -30,7 +30,7 @@ PROBE_RUNS = 5
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What a device was measured to do a second."""
+    """The measured speed of a device."""
 
     bytes_per_second: float
     operations_per_second: float
@@ -92,8 +92,8 @@ def available_memory(device: torch.device | None = None) -> int | None:
 
 
 def _left_in_control_group() -> list[int]:
-    """What the limit of the process's control group (version 2) leaves, cached files left out;
-    empty where there is none."""
+    """Memory left below the limit of the process's control group (version 2), without cached files; empty
+    without a limit."""
     home = Path("/sys/fs/cgroup")
     limit, used, details = (home / f"memory.{name}" for name in ("max", "current", "stat"))
     if not limit.exists() or not used.exists() or not limit.read_text().strip().isdigit():
@@ -155,7 +155,7 @@ def _best_seconds(work: Callable[[], Tensor], device: torch.device) -> float:
 
 
 def _processor_name() -> str:
-    """What the system calls its processor; its architecture where it does not say."""
+    """The name of the processor; its architecture where the system does not report it."""
     listing = Path("/proc/cpuinfo")
     if listing.exists():
         for line in listing.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 )
 
 HUB_ARGUMENTS = ("token", "cache_dir", "local_files_only")
-"""What :func:`hub_directory` takes besides the name, as ``from_pretrained`` of ``transformers`` does."""
+"""Further arguments of :func:`hub_directory`, as in ``from_pretrained`` of ``transformers``."""
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 

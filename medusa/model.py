@@ -436,7 +436,7 @@ class MedusaModel:
         corpus: SuffixCorpus | None = None,
         **kwargs: Any,
     ) -> DecodeRequest:
-        """What :meth:`continuous_batch` takes, from the arguments of :meth:`generate`: (1, T) long inputs.
+        """A request for :meth:`continuous_batch`, from the arguments of :meth:`generate`: (1, T) long inputs.
 
         ``num_logprobs`` asks for the base's own log-probability of each token and of that number of likeliest
         ones.
@@ -448,7 +448,7 @@ class MedusaModel:
     def references(
         self, prediction: Any, corpus: SuffixCorpus | None, prompts: Sequence[Tensor]
     ) -> tuple[References, ...]:
-        """What the rows of a request copy from: see :func:`medusa.drafters.references.references_of`."""
+        """The reference texts of a request's rows: see :func:`medusa.drafters.references.references_of`."""
 
         def encode(text: str) -> list[int]:
             if self.tokenizer is None:
@@ -494,7 +494,7 @@ class MedusaModel:
         )
 
     def _call_transformers(self, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
-        """What ``transformers``' ``generate`` makes of its arguments for a decoding method."""
+        """The arguments that ``transformers``' ``generate`` passes to a decoding method."""
 
         def handed_over(_base: CausalLM, input_ids: Tensor, **rest: Any) -> dict[str, Any]:
             return {"input_ids": input_ids, **rest}

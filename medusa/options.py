@@ -1,4 +1,4 @@
-"""What options may be: words to choose from, numbers within bounds; and in what two sets of options differ.
+"""Types and checks of options: choices, numbers within bounds; and the differences of two sets of options.
 
 They are in a module of their own so that a program can show its help without importing torch.
 """

@@ -1,4 +1,4 @@
-"""What every picture shares: colours, the figure, numbers beside their marks.
+"""Shared parts of all pictures: colours, the figure, numbers beside their marks.
 
 Each picture is drawn where its numbers are made. Needs matplotlib, which the ``train`` extra brings; it is
 imported when a picture is drawn.

@@ -38,7 +38,7 @@ CONTENT_KEYS = ("prompt", "turns", "messages")
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 """Tags around reasoning: Qwen, DeepSeek and most others; Magistral; Seed-OSS."""
 LAST_TOKENS = 16
-"""Of a prompt, in which a block of reasoning may begin."""
+"""Length of the end of a prompt, in tokens, in which a block of reasoning may begin."""
 PROBE = ({"role": "user", "content": "a question"},)
 
 
@@ -56,7 +56,7 @@ class Prompt:
     origin: str = ""
     """File and row, for messages to the user."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    """What the chat template gets beside the messages."""
+    """Chat template options."""
 
 
 def check_template_kwargs(template_kwargs: Mapping[str, Any]) -> None:
@@ -87,7 +87,7 @@ def has_same_template_kwargs(
 
 
 def reasoning_tags(template: str | None) -> tuple[str, str]:
-    """What reasoning begins and ends with; empty where the template knows none."""
+    """The opening and closing tags of reasoning; empty where the template has none."""
     known = (pair for pair in THOUGHTS if template and (pair[0] in template or pair[1] in template))
     return next(known, ("", ""))
 

@@ -58,7 +58,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """What was held back, at the end of the answer."""
+        """Held-back text, at the end of the answer."""
         text = self._decoded(self._window)
         rest, self._num_emitted = text[self._num_emitted :], len(text)
         return rest

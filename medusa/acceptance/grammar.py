@@ -184,7 +184,7 @@ class _Trial:
         self._process: subprocess.Popen[bytes] | None = None
 
     def problem_of(self, source: str) -> str:
-        """What is wrong with a grammar, or an empty text."""
+        """The error of a grammar, or an empty text."""
         process = self._process = self._process or self._started()
         assert process.stdin is not None and process.stdout is not None
         timer = threading.Timer(TRIAL_SECONDS, process.kill)
@@ -279,7 +279,7 @@ def _check_length(name: str, text: str) -> None:
 
 
 def _referred(schema: Any, pointer: str) -> Any:
-    """What a reference inside of ``schema`` points to; None where there is nothing."""
+    """The target of a reference inside ``schema``; None without any."""
     part = schema
     for name in filter(None, pointer[1:].split("/")):
         key = unquote(name).replace("~1", "/").replace("~0", "~")
@@ -297,7 +297,7 @@ class Grammar:
         self._matcher, self._eos_ids, self._vocab_size = matcher, eos_ids, vocab_size
 
     def processor(self, num_prompt: int) -> GrammarProcessor:
-        """What forbids all other tokens after a prompt of ``num_prompt`` tokens, for one row."""
+        """The logits processor of one row, after a prompt of ``num_prompt`` tokens."""
         return GrammarProcessor(self._matcher.deep_copy(), self._eos_ids, self._vocab_size, num_prompt)
 
 

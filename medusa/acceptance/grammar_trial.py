@@ -21,7 +21,7 @@ MAX_STEPS = 128
 
 
 def problem_of(grammar: str, matcher_of: Any, tokens: Any, quotes: int) -> str:
-    """What is wrong with ``grammar``, found by compiling it and by writing one answer in it.
+    """The error of ``grammar``, found by compiling it and by writing one answer in it.
 
     Some grammars fail only once a string of theirs has begun. So the answer opens and closes strings as soon
     as it may: ``quotes`` has a bit for every token with a quotation mark.

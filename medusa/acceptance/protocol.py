@@ -19,10 +19,9 @@ is a pure tensor function over a batch of rows; it knows nothing of models, cach
     verdict.state; None at the start, and None for ever
                                   with every rule but ``greedy_block``
 
-    verdict.best          (B,) long   the deepest accepted node
-    verdict.num_accepted  (B,) long   its depth: accepted draft tokens, the root not counted
-    verdict.next_token    (B,) long   already drawn from p or from what is left of it. Never sample again
-    verdict.residual      (B, V)      the distribution it was drawn from
+    verdict.best          (B,) long   the deepest accepted node verdict.num_accepted  (B,) long   its depth:
+    accepted draft tokens, the root not counted verdict.next_token    (B,) long   already drawn from p or its
+    residual. Never sample again verdict.residual      (B, V)      the distribution it was drawn from
     verdict.acceptance    (B, N)      the probability each coin was compared with; NaN for an unused coin
     verdict.state                     pass it to the next step
 
@@ -95,7 +94,7 @@ class VerificationNoise:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rule decided for each row."""
+    """The decision of a rule for each row."""
 
     best: Tensor  # (B,) long
     num_accepted: Tensor  # (B,) long
@@ -230,7 +229,7 @@ def normalised(weights: Tensor, fallback: Tensor) -> Tensor:
 
 
 def excess(target: Tensor, proposal: Tensor) -> Tensor:
-    """What is left of the target once a draft from ``proposal`` was rejected: norm(max(p - q, 0)), (..., V).
+    """The residual of the target once a draft from ``proposal`` was rejected: norm(max(p - q, 0)), (..., V).
 
     Rounding may leave no mass (p = q); then the target itself is used, an event of probability 0.
     """
@@ -353,7 +352,7 @@ def verification_noise(
 
 
 def _counters(root_positions: Tensor, num_nodes: int) -> Tensor:
-    """A number for every (step, node), (B, N) long. Steps are 1,024 apart: trees have fewer nodes."""
+    """A number for every (step, node), (B, N) long. The spacing of steps is 1,024: trees have fewer nodes."""
     if num_nodes > 1024:
         raise ValueError(f"num_nodes must be at most 1024, got {num_nodes}")
     return root_positions[:, None] * 1024 + torch.arange(num_nodes, device=root_positions.device)

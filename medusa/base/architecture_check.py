@@ -116,7 +116,7 @@ def check_tree_verification(base: CausalLM) -> None:
 
 
 def fault_of(base: CausalLM) -> str | None:
-    """What the trial finds wrong with ``base``, in words; None when nothing."""
+    """The reason why trees cannot be verified on ``base``, found by the trial; None if they can."""
     name, draft = type(base).__name__, "chain" if keeps_state(base) else "tree"
     try:
         worst = worst_comparison(base)

@@ -30,7 +30,7 @@ MASKED_ATTENTION = ("sdpa", "eager", *TREE_ATTENTION.values())
 """Attention implementations that take an arbitrary mask, or what :func:`seen_slots` makes of it."""
 
 MOST_TREE_NODES = 64
-"""Of a longer chain, each node's own past is given as one range of slots, without the nodes one by one."""
+"""Length of a chain above which each node's past is one range of slots, without listing the nodes."""
 
 
 _pinning = threading.Lock()
@@ -198,8 +198,8 @@ def takes_seen_slots(config: PreTrainedConfig) -> bool:
 def seen_slots(
     lengths: Tensor, topology: TreeTopology, windows: LayerWindows, nodes: slice = ALL_NODES
 ) -> Tensor | dict[str, Tensor]:
-    """What :func:`tree_attention_masks` says in a form whose size does not grow with the text: (B, 1, M, 2 +
-    T) int32, or one for each layer type of a hybrid model. Made by the kernels that read it.
+    """The masks of :func:`tree_attention_masks` in a form whose size does not grow with the text: (B, 1, M, 2
+    + T) int32, or one for each layer type of a hybrid model. Made by the kernels that read it.
 
     For each node the first slot that it sees and the end of those, and then for each of the T nodes of the
     tree, in the slots from there on, 1 + its depth where it is seen and 0 elsewhere. A long chain has no such

@@ -298,7 +298,7 @@ def _chain_inputs(base: CausalLM, tokens: Tensor, row: StatefulRow) -> dict[str,
 
 
 def cache_argument(base: CausalLM) -> str:
-    """What the forward of ``base`` calls its cache: ``past_key_values``, or ``cache_params`` where all layers
+    """The name of the cache in ``base``'s forward: ``past_key_values``, or ``cache_params`` where all layers
     are recurrent."""
     takes = inspect.signature(type(base).forward).parameters
     return "cache_params" if "cache_params" in takes else "past_key_values"
@@ -312,7 +312,7 @@ def tree_inputs(
     first_node: int = 0,
     windows: LayerWindows | None = None,
 ) -> dict[str, Any]:
-    """What ``base``'s forward takes to run tree nodes, as in :func:`verify`; announces them to ``cache``.
+    """The arguments of ``base``'s forward for tree nodes, as in :func:`verify`; plans the pass in ``cache``.
 
     ``windows`` are the layers' sliding windows, if the caller knows that they have not changed.
     """

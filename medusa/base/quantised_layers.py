@@ -1,4 +1,4 @@
-"""What quantised layers do to a token's result: a trial of one layer of each kind.
+"""Checks how quantised layers compute: a trial of one layer of each kind.
 
 Libraries that quantise bring layers of their own, whose arithmetic is nowhere declared. Two things matter to
 draft tokens, which share a pass:
@@ -30,7 +30,8 @@ LARGE = 20.0
 NOISE = 2.0**-17
 """A change of the input that float32 arithmetic hands on as it is, in parts of each number."""
 HANDED_ON = 8 * NOISE
-"""What may come of it, in parts of the largest result; rounding to bfloat16 gives thirty times as much."""
+"""Largest allowed deviation, relative to the largest result; rounding to bfloat16 gives thirty times as
+much."""
 
 
 def check_quantised_layers(base: CausalLM) -> None:

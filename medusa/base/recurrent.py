@@ -8,8 +8,8 @@ layer. The price is that tokens are read several times, until all tokens of a pa
 without drafts always qualifies.
 
 Many layers use another algorithm for several tokens than for one, and the two round differently. So there is
-a checkpoint of the last states that equal those of plain decoding: :meth:`StatefulCache.restore_checkpoint`
-goes back to it, and the text since can be read again, token by token.
+a checkpoint of the last states that equal plain decoding's: :meth:`StatefulCache.restore_checkpoint` goes
+back to it, and the text since can be read again, token by token.
 
 A state has no padding, so each row has a cache of its own, and rows run one after the other. The model makes
 its own masks, so only chains are verified.
@@ -55,7 +55,7 @@ REFUSED_TYPES = {
     "recurrent_gemma": "keeps its recurrent state in its modules, and not in the cache",
     "zamba": FROM_NOTHING,
 }
-"""What ``transformers`` 5.23 does that cannot be worked around, by ``model_type``."""
+"""Reasons against models in ``transformers`` 5.23, by ``model_type``."""
 
 
 def keeps_state(base: Any) -> bool:
@@ -119,7 +119,7 @@ class StatefulRow(TreeCache):
         self.replay_tokens = torch.zeros(1, 0, dtype=torch.long, device=device)
         """(1, M) long: tokens that were kept and that the states have not read."""
         self.is_exact = True
-        """Whether the states are bit-identical to those of plain decoding."""
+        """Whether the states are bit-identical to plain decoding's."""
         self._announced = self.replay_tokens  # (1, M + N) long
         self._before: list[dict[str, Any]] | None = None  # the states before the pass under way
         self._checkpoint: tuple[int, list[dict[str, Any]]] = (0, [])  # tokens read, and the states then
@@ -167,7 +167,7 @@ class StatefulRow(TreeCache):
         return self.is_exact and self._announced.shape[1] == 1
 
     def restore_checkpoint(self) -> None:
-        """Go back to the last states that equal those of plain decoding."""
+        """Go back to the last states that equal plain decoding's."""
         self.longest, self._before = self._checkpoint
         self.lengths = torch.full_like(self.lengths, self.longest)
         self._put_back()
@@ -249,7 +249,7 @@ class StatefulCache(TreeCache):
         return [StatefulCache([row], self.lengths.device) for row in self.stateful_rows]
 
     def set_checkpoint(self) -> None:
-        """Mark the current states as those of plain decoding."""
+        """Mark the current states as plain decoding's."""
         for row in self.stateful_rows:
             row.is_exact = True
 

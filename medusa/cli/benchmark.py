@@ -68,14 +68,14 @@ class BenchmarkOptions(ProgramOptions):
     generates, llama.cpp where it is installed and has a GGUF file of the base, other drafters, other rules
     and other heads.
 
-    All contenders answer each batch of prompts one after the other, in an order that rotates, so that a
-    machine that slows down does so for all; each warms up first. Times are medians over batches of seconds
-    per new token, prefill included; tokens are counted in the same way for all. Each batch size and each
-    context length is a setting of its own; a context length puts earlier turns (other prompts with the
-    model's own answers) before each question. f_hw is the least time the device needs for a step over the
-    step's time; bandwidth and arithmetic are measured first, by a sum over a large buffer and a large matrix
-    product. f_tree is tokens per step over the estimate for the heads' best tree of the same size on these
-    answers. Prints tables, draws a PNG, and ends with a JSON report. Run it with nothing else running.
+    All systems answer each batch of prompts one after the other, in an order that rotates, so that a machine
+    that slows down does so for all; each warms up first. Times are medians over batches of seconds per new
+    token, prefill included; tokens are counted in the same way for all. Each batch size and each context
+    length is a setting of its own; a context length puts earlier turns (other prompts with the model's own
+    answers) before each question. f_hw is the least time the device needs for a step over the step's time;
+    bandwidth and arithmetic are measured first, by a sum over a large buffer and a large matrix product.
+    f_tree is tokens per step over the estimate for the heads' best tree of the same size on these answers.
+    Prints tables, draws a PNG, and ends with a JSON report. Run it with nothing else running.
 
         medusa benchmark
         medusa benchmark --heads HEADS --prompts FILE --limit 20 --max-new-tokens 128 --repeats 3
@@ -89,23 +89,23 @@ class BenchmarkOptions(ProgramOptions):
 
     Rules for sampled drafts differ by little. --num-seeds answers each prompt with many seeds in one batch,
     which gives the precision to tell them apart: tokens per step do not depend on the batch. Speeds are then
-    those of batches.
+    measured on batches.
     """
 
     drafters: DrafterOptions = DrafterOptions()
     contenders: tuple[str, ...] | None = None
-    """Of transformers, transformers-static, prompt-lookup, assisted, llama.cpp, default (generate with
-    nothing named), LABEL=HEADS (other heads of this base), a drafter (heads, dynamic-heads, suffix, eagle3,
-    draft-model, early-exit, low-precision) or a union such as heads+suffix, or drafters, all that can work;
-    plain always takes part. None is transformers' own, llama.cpp, plain, heads and default;
+    """Systems to compare: transformers, transformers-static, prompt-lookup, assisted, llama.cpp, default
+    (generate with nothing named), LABEL=HEADS (other heads of this base), a drafter (heads, dynamic-heads,
+    suffix, eagle3, draft-model, early-exit, low-precision) or a union such as heads+suffix, or drafters, all
+    that can work; plain always takes part. None is transformers' own, llama.cpp, plain, heads and default;
     transformers-static, which compiles, not on a CPU."""
     acceptance: tuple[str, ...] = (EXACT,)
     """Rules that each drafter is measured under: exact, typical (LOSSY), token, block, greedy_block,
     multi_draft, spectr. Rules for sampled drafts sample from all tokens that the flags allow. A pair that
     cannot be exact is listed with the reason."""
     llama_cpp: tuple[Path, ...] | None = None
-    """GGUF files of the base for llama.cpp, each a contender: MODEL-q8_0.gguf is llama.cpp-q8_0. None takes
-    the files in the base's directory."""
+    """GGUF files of the base for llama.cpp, each a system of its own: MODEL-q8_0.gguf is llama.cpp-q8_0. None
+    takes the files in the base's directory."""
     batch_sizes: GrowingInts = (1,)
     """Rows decoded together."""
     context_lengths: GrowingInts | None = None
@@ -117,7 +117,7 @@ class BenchmarkOptions(ProgramOptions):
     max_minutes: float | None = None
     """Stop measuring about then, each setting having had its share; none measures everything."""
     show: bool = False
-    """Show the texts of the first setting, each contender's beside plain decoding's."""
+    """Show the texts of the first setting, each beside plain decoding's."""
     plot: Path = Path("runs/plots/benchmark.png")
     """Where the picture goes."""
 
@@ -135,7 +135,7 @@ class BenchmarkOptions(ProgramOptions):
 
 
 def benchmark(options: BenchmarkOptions) -> list[str]:
-    """Measure all contenders in all settings, print tables, draw, and report."""
+    """Measure all systems in all settings, print tables, draw, and report."""
     model = load_model(options.model, _wants_heads(options), options.prompts, _holds_weights(options))
     settings = list(_make_settings(model, options))
     names = options.contenders or default_names(model)
@@ -224,7 +224,7 @@ def _answer_arguments(options: BenchmarkOptions) -> dict[str, Any]:
 def _answers_in(
     setting: Setting, model: MedusaModel, contenders: Mapping[str, System], options: BenchmarkOptions
 ) -> tuple[list[Answer], dict[str, str]]:
-    """What all said in one setting, and why some could not answer."""
+    """The answers of all systems in one setting, and the reasons of missing ones."""
     request = Request.for_base(model.base, _answer_arguments(options), options.repeats, options.answers.seed)
     log_console().print(f"warming up, {setting.label}", style="dim")
     working, reasons = runnable(contenders, setting, request)

@@ -68,7 +68,7 @@ class ContextFullError(ValueError):
 
 @dataclass(frozen=True)
 class Reply:
-    """What one reply said and cost."""
+    """The text and the statistics of one reply."""
 
     text: str
     ended_by: EndedBy
@@ -97,10 +97,10 @@ class ChatSession:
         self.options = options
         self.drafter = drafter
         self.answers: list[Reply] = []
-        """Of the whole session, resets included."""
+        """Statistics of the whole session, resets included."""
         self.messages: list[Message] = []
         self.template_options: dict[str, Any] = {}
-        """What the chat template gets beside the messages of this conversation."""
+        """The chat template options of this conversation."""
         self.reset()
 
     def reset(self) -> None:
@@ -116,7 +116,7 @@ class ChatSession:
 
     @property
     def statistics(self) -> DecodingStatistics:
-        """Of all answers of the session."""
+        """Statistics of all answers of the session."""
         return sum((answer.statistics for answer in self.answers), DecodingStatistics())
 
     def reply(self, question: str | Message) -> Generator[tuple[str, int], None, None]:
@@ -211,7 +211,7 @@ def chat(options: ChatOptions) -> list[str]:
 
 
 def _session_report(session: ChatSession) -> dict[str, Any]:
-    """What a session's answers cost, for JSON."""
+    """The statistics of a session, for JSON."""
     statistics, seconds = session.statistics, sum(answer.seconds for answer in session.answers)
     return {
         "num_answers": len(session.answers),
@@ -273,7 +273,7 @@ class ChatTerminal:
                 self.say(f"  {name:<7} {meaning}")
 
     def ask(self, question: str | Message) -> None:
-        """Print the answer as it comes, then what it cost."""
+        """Print the answer as it comes, then its statistics."""
         num_answers = len(self.session.answers)
         try:
             self._print_answer(question)
@@ -334,7 +334,7 @@ class ChatTerminal:
 
 
 def _cost_line(statistics: DecodingStatistics, seconds: float, note: str = "") -> str:
-    """What an answer cost, in one line."""
+    """The statistics of an answer, in one line."""
     parts = [
         f"{counted(statistics.num_tokens, 'token')} in {seconds:.1f} s",
         f"{statistics.num_tokens / seconds:.1f} tokens/s",
@@ -345,7 +345,7 @@ def _cost_line(statistics: DecodingStatistics, seconds: float, note: str = "") -
 
 
 def generate(options: GenerateOptions) -> list[str]:
-    """Print the answer as it comes, then what it cost."""
+    """Print the answer as it comes, then its statistics."""
     prompt = "".join(utf8_lines()) if options.prompt == "-" else checked_utf8(options.prompt, "the prompt")
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text, or - and text on standard input")

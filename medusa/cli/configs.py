@@ -49,6 +49,6 @@ def configs(options: ConfigsOptions) -> list[str]:
 
 
 def _about(path: Path) -> str:
-    """What a file is for: its first comment, or how many prompts it holds."""
+    """The purpose of a file: its first comment, or its number of prompts."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return f"{len(lines)} prompts" if path.suffix == ".jsonl" else lines[0].lstrip("# ")

@@ -62,7 +62,7 @@ class DistillOptions:
     temperatures: list[float] = field(default_factory=lambda: [0.0])
     """Prompts take these in turn; 0 is greedy."""
     seed: int = 0
-    """Of sampling."""
+    """Seed of sampling."""
     keep_loops: bool = False
     """Let an answer that repeats itself go on to --max-new-tokens, instead of cutting the repetition."""
     batch_size: int = 32
@@ -87,7 +87,7 @@ class DistillOptions:
     """Let OpenAI-compatible servers answer instead, one or several of the same model, such as
     http://localhost:8000/v1. One that dies is given up, and the others go on."""
     model: str | None = None
-    """What those servers call the model."""
+    """The name of the model on those servers."""
     template: TemplateOptions = TemplateOptions()
     report: ReportOptions = ReportOptions()
 
@@ -121,7 +121,7 @@ class _AnswerProgress:
 
 
 def _configuration(options: DistillOptions) -> dict[str, Any]:
-    """What the answers depend on."""
+    """The settings on which the answers depend."""
     return {
         "base": options.model if options.endpoint else options.base,
         "endpoint": options.endpoint,

@@ -46,14 +46,14 @@ ROWS_PER_PASS = 4
 
 @dataclass(frozen=True)
 class DecodingOptions:
-    """Of one set of heads, which decodes."""
+    """Options of one set of heads, which decodes."""
 
     tree_nodes: int | None = None
     """Decode with the best tree of this number of nodes, root included, on the conversations of
     --calibrate-on."""
     calibrate_on: Path | None = None
-    """What to choose that tree on: JSON lines as for --prompts, other ones; 50 rows are plenty. `messages`
-    that end with an answer are read as they are, everything else is answered first."""
+    """Data to choose that tree on: JSON lines as for --prompts, but different ones; 50 rows are plenty.
+    `messages` that end with an answer are read as they are, everything else is answered first."""
     drafter: str | None = None
     """Drafter of live decoding: dynamic-heads, or a union such as dynamic-heads+suffix, with the number of
     nodes of the tree; none is the heads in the tree itself."""
@@ -89,7 +89,7 @@ class ComparisonOptions:
 
 @dataclass(frozen=True)
 class FidelityOptions:
-    """Of an engine, instead of heads."""
+    """Options of an engine, instead of heads."""
 
     fidelity: bool = False
     """Measure the distance between the distributions of --engine and of the float32 model."""

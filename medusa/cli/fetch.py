@@ -40,7 +40,7 @@ SIGNATURE = (
 )
 """A tensor of the converted model, and the SHA-256 of its values: no other model has it."""
 FILE_TYPES = {"f32": "ALL_F32", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
-"""What :func:`write_gguf` writes, and what ``gguf`` calls it."""
+"""Types of :func:`write_gguf`, and their names in ``gguf``."""
 
 
 def fetch(options: FetchOptions) -> list[str]:

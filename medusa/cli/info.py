@@ -67,8 +67,8 @@ def _base_config(name: str) -> PreTrainedConfig | None:
 
 
 def describe_base(config: PreTrainedConfig) -> dict[str, Any]:
-    """What is possible with a base of this configuration, in plain values. No weights are read: a type that
-    the tests do not know is tried when it is loaded."""
+    """The features of a base of this configuration, in plain values. No weights are read: a type that the
+    tests do not cover is checked when it is loaded."""
     with torch.device("meta"):
         base: Any = AutoModelForCausalLM.from_config(config)
     try:
@@ -91,7 +91,7 @@ def describe_base(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def describe_heads(checkpoint: HeadsCheckpoint) -> dict[str, Any]:
-    """What a checkpoint holds, in plain values."""
+    """The content of a checkpoint, in plain values."""
     heads, tree = checkpoint.heads, checkpoint.tree
     return {
         "kind": kind_of(heads),

@@ -1,4 +1,4 @@
-"""What options name, loaded: the model, its drafter and the prompts; and these answered.
+"""Loads the model, its drafter and the prompts of options; and answers the prompts.
 
 Missing or wrong files are an OSError or a ValueError of one sentence.
 """

@@ -19,7 +19,7 @@ from medusa.cli.options import parse, print_next
 from medusa.console import log_console
 
 LOST_PIPE = 141
-"""What a shell says of a program that wrote to a pipe which nobody reads any more: 128 + SIGPIPE."""
+"""Exit status after writing to a closed pipe, as in a shell: 128 + SIGPIPE."""
 
 
 @dataclass(frozen=True)

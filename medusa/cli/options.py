@@ -135,7 +135,7 @@ def to_argv(options: Any, defaults: Any = None) -> list[str]:
 
 
 RENAMED = {"race": "allow_plain", "remember": "suffix_cache_mib"}
-"""Flags and keys of earlier versions that still work, and what they are called now."""
+"""Flags and keys of earlier versions that still work, and their current names."""
 
 
 def _current_flag(word: str, flags: Mapping[str, Any]) -> str:
@@ -384,13 +384,13 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class PromptOptions(TemplateOptions):
-    """What to answer."""
+    """The prompts to answer."""
 
     prompts: Path | None = None
     """JSON lines, each with `prompt`, `turns` or `messages`, and `category` if you like; or the name of
     prompts that ship, as `medusa configs` lists them. None is demo_heldout."""
     limit: int | None = None
-    """Take the first so many prompts of the file."""
+    """Number of prompts to take from the start of the file."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -406,7 +406,7 @@ class AnswerOptions:
     temperature: float = 0.0
     """0 is greedy; above 0, tokens are sampled."""
     seed: int = 0
-    """Of sampling: the same seed gives the same tokens, with heads or without."""
+    """Seed of sampling: the same seed gives the same tokens, with heads or without."""
     top_k: int | None = None
     """Sample from this number of likeliest tokens; none is the value of the model's configuration."""
     top_p: float | None = None
@@ -433,7 +433,7 @@ class AnswerOptions:
 
 @dataclass(frozen=True)
 class DrafterOptions:
-    """What drafters other than heads need to know."""
+    """Options of drafters other than heads."""
 
     draft_length: int | None = None
     """Draft tokens of a chain; none is the drafter's own. Heads keep their own tree, and are a chain only for
@@ -497,7 +497,7 @@ def print_next(commands: Sequence[str]) -> None:
 
 
 def _own_name() -> str:
-    """What a shell calls this installation's ``medusa``: its path, where the name finds none or another."""
+    """The shell command of this installation's ``medusa``: its path, where the name finds none or another."""
     script, found = Path(sys.executable).with_name("medusa"), shutil.which("medusa")
     if not script.is_file() or (found is not None and script.samefile(found)):
         return "medusa"

@@ -41,7 +41,7 @@ from medusa.trees.rank_counts import RankCounts
 from medusa.trees.tuned_trees import TunedTree
 
 Tables = Mapping[int, Sequence[TreeSize]]
-"""What each size of tree gives and costs, by batch size."""
+"""Tokens per step and step time of each tree size, by batch size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,8 @@ def _measure_sizes(
     rows: Sequence[AnsweredTokens],
     options: TuneOptions,
 ) -> dict[int, list[TreeSize]]:
-    """What each size gives and costs, by batch size; timed on the prompts with the longest answers."""
+    """Tokens per step and step time of each size, by batch size; timed on the prompts with the longest
+    answers."""
     trees = trees_by_size(counts, {1, *options.sizes}, options.max_depth)
     gains = {size: counts.held_out_tokens_per_step(size, options.max_depth) for size in trees}
     by_length = sorted(range(len(rows)), key=lambda i: -sum(rows[i].is_label))

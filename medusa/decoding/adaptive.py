@@ -37,9 +37,9 @@ from medusa.drafters.suffix import SuffixDrafter
 from medusa.options import StepKind
 
 MAX_DEBT = 1.0
-"""What guessing may lose before it pauses, in plain steps."""
+"""Largest loss before drafting stops, in plain steps."""
 MAX_CREDIT = 4.0
-"""What it may put by while it wins, in plain steps: text that is hard for a few words does not stop it."""
+"""Largest balance, in plain steps, so that a few hard words do not stop drafting."""
 FIRST_INTERVAL, LAST_INTERVAL = 16, 256
 """Number of plain steps before the first probe, per plain step that a failed probe costs. It doubles after
 each failed probe, up to LAST_INTERVAL. So the probes of a long pause cost 0.4 %, whatever a draft costs."""
@@ -149,8 +149,8 @@ class AdaptiveDrafting:
     """Whether the next step drafts, in one request.
 
     Args:
-        cost: what is known from other requests; it learns from this one. fallback: a drafter of negligible
-        cost that drafts during a pause, where it finds anything.
+        cost: measured costs, shared between requests and updated by this one. fallback: a drafter of
+        negligible cost that drafts during a pause, where it finds anything.
     """
 
     def __init__(self, cost: DraftCost, fallback: Drafter | None = None):
@@ -190,7 +190,7 @@ class AdaptiveDrafting:
 
     def num_nodes(self, path_logprob: Tensor, most: int) -> int:
         """The number of nodes to verify, the same in every row and at most ``most`` without optional nodes;
-        ``path_logprob`` (B, N) is that of :class:`medusa.drafters.protocol.Draft`."""
+        ``path_logprob`` (B, N) is a field of :class:`medusa.drafters.protocol.Draft`."""
         if path_logprob.shape[1] == 1:
             return 1
         probabilities = [

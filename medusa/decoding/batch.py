@@ -143,7 +143,7 @@ class RowOutput:
     row: Row
     tokens: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
-    """The depth of the guess behind each token; 0 for the base model's own."""
+    """The depth of each token; 0 for the base model's own."""
     logprobs: list[TokenLogprobs] | None = None
     """One for each token, where the request asked for them."""
     finish_reason: str | None = None
@@ -158,7 +158,7 @@ class StepResult:
 
     tokens: list[list[int]]
     depths: list[list[int]]
-    """The depth of the guess behind each token; 0 for the base model's own."""
+    """The depth of each token; 0 for the base model's own."""
 
 
 @dataclass
@@ -537,7 +537,7 @@ class Batch:
         did.
 
         ``seconds`` is the time of ``num_run`` steps, including steps after the end of the text, which emit no
-        token. Both are those of :meth:`medusa.decoding.adaptive.AdaptiveDrafting.record`.
+        token. Both are arguments of :meth:`medusa.decoding.adaptive.AdaptiveDrafting.record`.
         """
         tokens_per_row, first = 0.0, outputs[0]
         for output in outputs:
@@ -633,7 +633,7 @@ def _cause(error: Exception) -> Exception:
 
 
 def _moved_up(num_rows: int, gone: set[int]) -> list[int]:
-    """The remaining rows without those in ``gone``; the last ones fill the holes, so that few rows move."""
+    """The rows that remain without ``gone``; the last ones fill the holes, so that few rows move."""
     num_kept = num_rows - len(gone)
     last = [row for row in range(num_kept, num_rows) if row not in gone]
     return [last.pop() if row in gone else row for row in range(num_kept)]

@@ -261,13 +261,13 @@ def _for_rows_alone(
 
 @dataclass(frozen=True)
 class _Ends:
-    """What ends a row: the criteria of ``generate``, where the caller's own have replaced some of its own."""
+    """The stopping criteria of a row: the defaults of ``generate``, some replaced by the caller's own."""
 
     max_length: int
     """In columns of the caller's batch."""
     eos_ids: frozenset[int]
     others: StoppingCriteriaList
-    """What the loop does not check by itself."""
+    """The criteria that the loop does not check by itself."""
     rows_end_alone: bool
 
     @classmethod
@@ -284,7 +284,7 @@ class _Ends:
 
     @property
     def watching(self) -> list[StoppingCriteria]:
-        """Those that may keep state or know rows by their index."""
+        """The criteria that may keep state or know rows by their index."""
         return [each for each in self.others if type(each) not in (StopStringCriteria, MaxTimeCriteria)]
 
 

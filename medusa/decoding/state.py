@@ -1,8 +1,8 @@
-"""What to decode, and how far it has come: the request, rows still decoding, prefixes that they leave.
+"""Decode state: the request, the running rows, and the prefix cache.
 
 No model is called here; ``step`` moves the state forward.
 
-Keys and values of a text depend on its tokens alone, so a request with the same first tokens can start from a
+Keys and values of a text depend only on its tokens, so a request with the same first tokens can start from a
 copy of them: a conversation's next turn does not read its history again. :class:`PrefixCache` keeps them when
 rows end, up to a limit of memory; the least recently used goes first. It is never shared between owners: the
 length of the cached prefix, and the time to answer, would tell others the text token by token.
@@ -29,7 +29,7 @@ from medusa.drafters.references import References
 
 @dataclass(frozen=True)
 class DecodeRequest:
-    """What to decode and when to stop. B rows, stored from column 0 without padding."""
+    """The prompts and the options of decoding. B rows, stored from column 0 without padding."""
 
     tokens: Tensor
     """(B, P) long: prompts; row r holds ``lengths[r]`` tokens, the rest is ignored."""
@@ -57,7 +57,7 @@ class DecodeRequest:
     """Report the base's log-probability of each token, and of this number of likeliest ones; None reports
     nothing."""
     references: tuple[References, ...] = ()
-    """What each row may copy from beside its own text; () for nothing."""
+    """Reference texts of each row; () for none."""
     known_prompts: tuple[list[int], ...] | None = None
     """The prompts, where the host has them: see :attr:`prompts`."""
     acceptance: str = "exact"
@@ -119,10 +119,10 @@ class DecodeState:
     lengths: Tensor
     """(B,) long: tokens of each row, root token included."""
     hidden: Tensor
-    """(B, D): the hidden state that chose the root token, then those of the layers that the drafter reads."""
+    """(B, D): the hidden state that chose the root token, then the states of the drafter's layers."""
     cache: TreeCache
     requests: list[DecodeRequest]
-    """What each row belongs to; the rows of one call share one."""
+    """The request of each row; the rows of one call share one."""
     seeds: Tensor | None = None
     """(B,) long: noise streams; None where every row is greedy, anything for a greedy row among others."""
     padding: tuple[Tensor, ...] = ()
@@ -136,15 +136,15 @@ class DecodeState:
     refuses_nan: bool = False
     """A step fails where a token would be chosen from scores that are no numbers."""
     lockstep_batch: LockstepBatch | None = None
-    """What processors and criteria are shown when rows advance in lockstep."""
+    """The whole batch as processors and criteria see it when rows advance in lockstep."""
     sampled: DraftKind | None = None
     """How the drafter draws candidates; None when it ranks them."""
     rule_state: Any = None
-    """What a rule for sampled drafts carries from step to step."""
+    """The state of a rule for sampled drafts."""
 
     @property
     def request(self) -> DecodeRequest:
-        """That of all rows, or, where rows of several share passes, one with the same ``acceptance``."""
+        """The request of all rows, or, in a shared batch, one with the same ``acceptance``."""
         return self.requests[0]
 
     @property

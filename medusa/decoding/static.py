@@ -52,7 +52,7 @@ from medusa.drafters.protocol import (
 from medusa.hardware import available_memory
 
 STATIC_DRAFT_RULES = (*TOKEN_RULES, *TOPOLOGY_RULES)
-"""What drafters that are not medusa's own are held to; checked when the host reads the results."""
+"""The rules for foreign drafters; checked when the host reads the results."""
 HOST_SYNC_INTERVALS = {"cpu": 1}
 """Steps after which the host reads the results, by kind of device: on a CPU reading costs nothing."""
 DEFAULT_HOST_SYNC_INTERVAL = 8
@@ -87,7 +87,7 @@ class StaticState:
     rows: DecodeState
     """Its tensors are written in place; ``tokens`` has a column more than the cache has slots."""
     cache: FixedTreeCache
-    """That of ``rows``."""
+    """The cache of ``rows``."""
     ends: Tensor
     """(B,) long: the length at which a row's answer is full."""
     eos: Tensor
@@ -269,7 +269,7 @@ class StepRunner:
         self._addresses: list[int] = []
 
     def run(self, num_steps: int, drafts: bool = True) -> float:
-        """That many steps, which draft or do not; the seconds that were spent on setting up."""
+        """Runs the given number of steps, with or without drafts; returns the seconds of setup."""
         if not self.captures:
             self._run(num_steps, drafts)
             return 0.0
@@ -334,7 +334,8 @@ def warn_of_static_steps(reason: str) -> None:
 
 
 def _settings(base: CausalLM, rows: DecodeState) -> Hashable:
-    """What a graph depends on in the rows it was made for, besides their number, and how ``base`` attends."""
+    """The properties of rows on which a graph depends, besides their number, and the attention of
+    ``base``."""
     request, attention = rows.request, base.config.get_text_config(decoder=True)._attn_implementation
     processors = pickle.dumps(list(request.processors))
     is_greedy, last_position = request.seeds is None, rows.cache.num_positions

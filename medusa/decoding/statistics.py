@@ -1,4 +1,4 @@
-"""What a run says about itself: the histogram of accepted tokens, and everything that follows from it."""
+"""Statistics of a run: the histogram of accepted tokens, and everything derived from it."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class DecodingStatistics:
 
 @dataclass
 class MedusaOutput(GenerateDecoderOnlyOutput):
-    """What ``generate`` returns with ``return_dict_in_generate=True``."""
+    """The result of ``generate`` with ``return_dict_in_generate=True``."""
 
     statistics: DecodingStatistics | None = None
 

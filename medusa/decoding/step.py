@@ -79,7 +79,7 @@ class StepOutput:
 
     tokens: list[list[int]]
     depths: list[list[int]]
-    """The depth of the guess behind each token; 0 for the base model's own."""
+    """The depth of each token; 0 for the base model's own."""
     has_ended: list[bool]
     max_depth: int
     """The depth of the verified tree."""
@@ -371,7 +371,7 @@ def _accept_chosen(
 def _choice(
     state: DecodeState, draft: Draft, logits: Tensor, noise: UpcomingNoise | None
 ) -> Callable[[list[int], list[int], int], list[int]]:
-    """What the base chooses after nodes, as :func:`medusa.acceptance.exact.accept_by_walking` asks."""
+    """The base's choice after nodes, as an argument of :func:`medusa.acceptance.exact.accept_by_walking`."""
 
     def choose_after(rows: list[int], nodes: list[int], depth: int) -> list[int]:
         scores = _scores_of(state, draft, logits[rows, nodes][:, None], rows, nodes)[:, 0]
@@ -463,7 +463,7 @@ def _cut(
     logprobs: dict[int, list[TokenLogprobs]],
     num_replayed: int = 0,
 ) -> StepOutput:
-    """What a step gave each row, cut where the row ends."""
+    """The output of a step for each row, cut where the row ends."""
     ends = [state.num_until_end(row, new) for row, new in enumerate(seen.tokens)]
     return StepOutput(
         [new[:kept] for new, (kept, _) in zip(seen.tokens, ends, strict=True)],

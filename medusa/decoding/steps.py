@@ -74,7 +74,7 @@ class StepPlan:
     runner: ModelRunner
     drafter: Drafter
     static: StaticRows | None = None
-    """What runs whole steps; None where they are the general one."""
+    """The runner of static steps; None for general steps."""
     setup_seconds: float = 0.0
 
 
@@ -152,7 +152,7 @@ def check_step(step: str, base: CausalLM) -> None:
 
 
 def missing_for_compiled(base: CausalLM) -> str | None:
-    """What a compiled step lacks on ``base``; None when nothing."""
+    """The requirement of a compiled step that ``base`` does not meet; None without any."""
     if keeps_state(base):
         return "a base whose layers are all attention, and this one keeps a state"
     if _is_sharded(base):
@@ -163,7 +163,7 @@ def missing_for_compiled(base: CausalLM) -> str | None:
 
 
 def missing_for_captured(base: CausalLM) -> str | None:
-    """What a captured step lacks on ``base``; None when nothing."""
+    """The requirement of a captured step that ``base`` does not meet; None without any."""
     devices = sorted({str(parameter.device) for parameter in base.parameters()})
     if _is_sharded(base) or len(devices) > 1:
         return f"a model on one CUDA device, and this one is sharded over {', '.join(devices)} (device_map)"

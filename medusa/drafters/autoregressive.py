@@ -135,7 +135,7 @@ class AutoregressiveDrafter(LevelDrafter):
         super()._shape(tree)
         self._entries = LayerCache(self._device, 2 * self.head.num_layers - 1)
         self._depth = 0
-        """Of the nodes that are run."""
+        """The depth of the running nodes."""
         self._features = torch.empty(0)
         """(B, M, D): the outputs of this step's entries, the root's first."""
 

@@ -30,7 +30,7 @@ from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What is known when a step begins. B rows; position counts from 0, without padding."""
+    """The input of a drafter at the start of a step. B rows; positions count from 0, without padding."""
 
     root: Tensor
     """(B,) long: the base's own next token, not yet in its cache."""
@@ -43,9 +43,10 @@ class DraftContext:
     cache: TreeCache
     """The base's own cache. A drafter may run tree nodes on it; uncommitted entries are overwritten."""
     noise: UpcomingNoise | None
-    """What will choose the tokens after the root; None when greedy."""
+    """The noise that will choose the tokens after the root; None when greedy."""
     temperature: float | Tensor = 1.0
-    """Of the sampling distribution; 1.0 when greedy. (B, 1, 1) where rows differ, 0 in greedy ones."""
+    """Temperature of the sampling distribution; 1.0 when greedy. (B, 1, 1) where rows differ, 0 in greedy
+    ones."""
     features: Tensor | None = None
     """(B, S, D), or as ``hidden``: the same at every committed position, if ``needs_features``."""
     sampled: DraftKind | None = None
@@ -53,9 +54,9 @@ class DraftContext:
     seeds: Tensor | None = None
     """(B,) long: noise streams of the rows, for drawing candidates."""
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
-    """What the base's logits go through before its tokens are chosen, ``temperature`` included."""
+    """The logits processors of the base's logits, ``temperature`` included."""
     references: Sequence[References] = ()
-    """What each row may copy from beside its own text; () for nothing."""
+    """Reference texts of each row; () for none."""
     min_accept_prob: float = 0.0
     """Nodes whose mean acceptance probability is below this are not verified, so the drafter need not produce
     them."""
@@ -66,7 +67,7 @@ class DraftContext:
     """Static steps: the draft must have all of the drafter's nodes, and the host may read no tensor."""
 
     def sharpness(self, beta: float) -> float | Tensor:
-        """What logits (B, M, V) are multiplied by before they are ranked together with :attr:`noise`.
+        """The factor of logits (B, M, V) before they are ranked together with :attr:`noise`.
 
         ``beta / temperature``, where ``beta`` is the drafter's weight against the noise; 1 in greedy rows.
         """
@@ -159,7 +160,7 @@ class StaticDrafter(Drafter, Protocol):
         """N of every draft."""
 
     def tensors(self) -> list[Tensor]:
-        """What drafts read and others may replace: weights."""
+        """The weights that drafts read and others may replace."""
 
 
 def not_capturable(drafter: Drafter) -> list[Drafter]:
@@ -172,7 +173,7 @@ def not_capturable(drafter: Drafter) -> list[Drafter]:
 
 
 class StatelessDrafter:
-    """What a drafter that keeps nothing between steps, and only ranks, shares with the others of its kind."""
+    """Base class of drafters that keep nothing between steps, and only rank."""
 
     context_only = True
     needs_features = False

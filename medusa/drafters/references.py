@@ -91,7 +91,7 @@ class SuffixCorpus:
 
 @dataclass(frozen=True)
 class References:
-    """What one row may copy from beside its own text."""
+    """The reference texts of one row."""
 
     prediction: Tensor | None = None
     """(P,) long: the end of the prompt and then the answer that is expected, so that a match finds its
@@ -129,7 +129,7 @@ def references_of(
 
 
 def _rows(prediction: Any, num_rows: int) -> list[Any]:
-    """What is expected of each row."""
+    """The prediction of each row."""
     is_one = isinstance(prediction, Tensor) and prediction.dim() == 1
     is_one |= isinstance(prediction, list | tuple) and all(type(each) is int for each in prediction)
     if prediction is None or isinstance(prediction, str) or is_one:

@@ -56,7 +56,7 @@ NO_STATE = "a base whose layers are all attention: this one's states cannot forg
 
 @dataclass(frozen=True)
 class DrafterSettings:
-    """What drafters may want to know beyond the model. Each reads its own fields."""
+    """Settings of drafters. Each reads its own fields."""
 
     draft_length: int | None = None
     """Draft tokens of a chain; None: each drafter's default. Heads use the model's own tree."""
@@ -80,7 +80,7 @@ class DrafterSettings:
 
 
 class DraftHost(Protocol):
-    """What a drafter reads of the model that it drafts for; :class:`medusa.MedusaModel` is one."""
+    """The interface of a drafter's model; :class:`medusa.MedusaModel` is one."""
 
     @property
     def base(self) -> CausalLM:
@@ -123,7 +123,7 @@ class NamedDrafter:
     """Makes the drafter, with a tree of its own; slow work is done here, once. Others are derived by
     ``with_tree``."""
     missing: Callable[[DraftHost, DrafterSettings], str | None] = lambda host, settings: None
-    """What it needs and has not got, and the flag that gives it; None when it can work."""
+    """The missing requirement, and its flag; None when the drafter can work."""
     needs_heads: bool = False
     """Whether it drafts with the heads of the model, which must then be loaded, and in the model's trees."""
 
@@ -254,7 +254,7 @@ text."""
 
 
 def part_names(name: str) -> list[str]:
-    """What ``name`` is made of: itself, or the parts of a union.
+    """The parts of ``name``: itself, or the parts of a union.
 
     Raises:
         ValueError: a part is unknown, named twice, or "plain".

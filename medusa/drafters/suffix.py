@@ -61,7 +61,7 @@ _NOTHING = torch.empty(0, dtype=torch.long)
 
 @dataclass(frozen=True)
 class Continuations:
-    """What earlier texts say of the next tokens: a tree of T nodes below each row's root token, node 0."""
+    """Continuations found in earlier text: a tree of T nodes below each row's root token, node 0."""
 
     tokens: Tensor
     """(B, T) long."""

@@ -67,7 +67,7 @@ READ_ON_THE_HOST = ("dynamic", "longrope")
 
 
 def missing_for_compiled_layers(view: CausalLM) -> str | None:
-    """What :class:`CompiledPass` lacks to compile the layers of ``view``; None when nothing."""
+    """The requirement of :class:`CompiledPass` that ``view`` does not meet; None without any."""
     config = view.config.get_text_config(decoder=True)
     if not takes_seen_slots(config):
         return f"attention that the kernels compute, got {config._attn_implementation!r}"
@@ -202,7 +202,7 @@ def library_paths(view: CausalLM) -> list[Path]:
 
 @dataclass
 class _Parts:
-    """What a pass of a view is made of."""
+    """The parts of a pass of a view."""
 
     before: Part
     groups: list[_Group]
@@ -224,10 +224,10 @@ class _Group:
     part: Part
     layers: slice
     takes: list[int]
-    """What it is given: places in the inputs of a pass and what ``before`` gives together; the first is what
-    goes through all layers."""
+    """Its inputs: places in the list of the pass's inputs and the outputs of ``before``; the first is the
+    hidden state."""
     entry_sizes: list[list[tuple[int, int]]]
-    """Of each layer, heads and width of keys, and of values."""
+    """For each layer, heads and width of keys, and of values."""
 
 
 @dataclass
@@ -242,7 +242,7 @@ class _Call:
 
 @torch.no_grad()
 def _parts(view: CausalLM) -> _Parts:
-    """What a pass of ``view`` is made of, found by running it."""
+    """The parts of a pass of ``view``, found by running it."""
     layers = list(decoder_layers(view))
     calls = [_Call(layer) for layer in layers]
     given, slots, entries = [], [], []
@@ -378,7 +378,7 @@ class _CalledLayers(nn.Module):
 
 
 def _plain_arguments(call: _Call) -> list[tuple[str, str]]:
-    """What a layer is called with by name, but for tensors."""
+    """The keyword arguments of a layer, except tensors."""
     return [(n, repr(v)) for n, v in call.kwargs[0].items() if not isinstance(v, (Tensor, tuple, Cache))]
 
 
@@ -416,7 +416,7 @@ class _Ends(nn.Module):
 
 
 class _Before(_Ends):
-    """What the layers are given that is not an input of the pass."""
+    """The layers' inputs that are not inputs of the pass."""
 
     def forward(self, *given: Tensor) -> list[Tensor]:
         self.run(given)
@@ -462,7 +462,7 @@ class _Stub(nn.Module):
         self._noted = threading.local()  # several threads may run an end that is not compiled
 
     def __getattr__(self, name: str) -> Any:
-        """What a model reads of its layers, such as the type of their attention."""
+        """Attributes of layers that a model reads, such as the type of attention."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -1,4 +1,4 @@
-"""What an engine has made of a base and its heads, and whether it still holds."""
+"""The engine's modules for a base and its heads, and whether they are still valid."""
 
 from __future__ import annotations
 

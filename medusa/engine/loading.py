@@ -46,7 +46,7 @@ from medusa.options import Engine
 PLACING = ("dtype", "torch_dtype", "device_map", "quantization_config", "variant", "tp_plan")
 """Arguments of ``from_pretrained`` that say in which precision a base is loaded, or where."""
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-"""What weights may be for packing, as safetensors names it, the narrowest first."""
+"""Types of weights that can be packed, as safetensors names them, the narrowest first."""
 SPARE_BYTES = 400 * 2**20
 """Memory that a start takes beside the weights: caches, the first pass, heads."""
 
@@ -121,7 +121,7 @@ def _refuse_to_save(*given: Any, **named: Any) -> None:
 
 @dataclass(frozen=True)
 class FileSizes:
-    """What the weights of a checkpoint take, as its files say."""
+    """The size of a checkpoint's weights, from its files."""
 
     dtype: torch.dtype
     """The narrowest type that holds all of them."""
@@ -253,7 +253,7 @@ class NarrowEmbedding(nn.Module):
 
 
 _OF_EMBEDDINGS = ("num_embeddings", "embedding_dim", "padding_idx", "embed_scale", "scalar_embed_scale")
-"""What code reads of an embedding beside its weight."""
+"""Attributes of an embedding that code reads besides its weight."""
 
 
 def _narrow_embeddings(base: CausalLM) -> set[nn.Module]:

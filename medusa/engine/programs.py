@@ -48,9 +48,9 @@ class Part:
     trials: Sequence[Sequence[Tensor]]
     """Inputs, twice: dimensions that differ are dynamic."""
     settings: tuple = ()
-    """What the code of ``module`` depends on, beside the settings of its modules."""
+    """The inputs on which the code of ``module`` depends, besides the settings of its modules."""
     twin: nn.Module | None = None
-    """That of the second trial, where one of other sizes is to be computed by the same library."""
+    """The module of the second trial, if one of other sizes is to share the library."""
 
     @functools.cached_property
     def path(self) -> Path:

@@ -74,9 +74,9 @@ class QuickHeads(MedusaHeads):
 
     path_products: nn.ModuleList
     programs: list[Program] | None = None
-    """What computes each head, once :func:`compile_heads` has made them."""
+    """The programs of the heads, once :func:`compile_heads` has made them."""
     fusing: Program | None = None
-    """What computes :meth:`fuse` then."""
+    """The program of :meth:`fuse`, made with them."""
 
     def fuse(self, hidden: Tensor) -> Tensor:
         if self.fusing is None or hidden.dim() != 2:
@@ -94,7 +94,8 @@ class QuickHeads(MedusaHeads):
 
 
 def parts_of_heads(heads: Any, lm_head: nn.Module) -> list[Part]:
-    """What :func:`compile_heads` compiles: a head, and how layers are fused; nothing where it gains none."""
+    """The parts that :func:`compile_heads` compiles: a head, and the fusion of layers; empty without a
+    gain."""
     if not isinstance(heads, QuickHeads) or not heads.config.reads_path or heads.num_heads < 3:
         return []
     config, tokens = heads.config, embedding_rows(lm_head)

@@ -1,4 +1,4 @@
-"""What a base was when something was made of it, to tell whether that still holds.
+"""A snapshot of a base, to detect later changes.
 
 An engine computes with its own modules over copied weights, and a cache holds keys and values of the weights
 that wrote it. Both are valid only while the base does not change.
@@ -28,8 +28,8 @@ _version = operator.attrgetter("_version")
 
 
 def alteration_of(model: nn.Module) -> str | None:
-    """What somebody has put onto a module of ``model`` that other modules in its place would not run: a hook,
-    or a ``forward`` of its own. In words; None when there is nothing."""
+    """A patch on a module of ``model`` that a replacement would not run: a hook, or a ``forward`` of its own.
+    In words; None without any."""
     if any(_counting(getattr(module_hooks, name)) for name in GLOBAL_HOOKS):
         return "a forward hook of all modules"
     if nn.Linear.forward is not _LINEAR_FORWARD:
@@ -48,7 +48,7 @@ def _counting(hooks: dict[int, Any]) -> bool:
 
 
 class Snapshot:
-    """What ``modules`` are when this is made: their submodules, settings, buffers, adapters and weights."""
+    """The state of ``modules`` at construction: their submodules, settings, buffers, adapters and weights."""
 
     def __init__(self, *modules: nn.Module):
         self._parts = [part for module in modules for part in module.modules()]

@@ -41,7 +41,7 @@ class Adapter:
         return [name[len(PREFIX) : -len(FIRST)] for name in self.weights if name.endswith(FIRST)]
 
     def summary(self) -> dict[str, Any]:
-        """What it is, in plain values."""
+        """Its description, in plain values."""
         return {
             "type": "lora",
             "rank": self.config.get("r"),

@@ -28,7 +28,7 @@ from medusa.heads.medusa_heads import MedusaHeads
 
 
 class Drafted(NamedTuple):
-    """What a layer gives at some entries."""
+    """The output of a layer at some entries."""
 
     states: Tensor
     """(B, E, D): the input of the LM head."""
@@ -75,7 +75,7 @@ class AutoregressiveHead(DraftVocab):
         cache: Any = None,
         layer: int = 0,
     ) -> Drafted:
-        """What ``layer`` gives at E entries, from features and embeddings (B, E, D).
+        """The output of ``layer`` at E entries, from features and embeddings (B, E, D).
 
         Entry i joins feature t_i with the embedding of the token after it; its state scores the token after
         that. Mask, positions and cache are as for :class:`medusa.heads.causal_layer.CausalLayer`.
@@ -83,7 +83,7 @@ class AutoregressiveHead(DraftVocab):
 
 
 Heads = MedusaHeads | AutoregressiveHead
-"""What a heads directory can hold."""
+"""The kinds of heads."""
 
 
 def check_heads_fit(heads: Heads, base: CausalLM) -> None:

@@ -47,7 +47,7 @@ class LayerConfig:
     """Size of the feed-forward part."""
     rms_norm_eps: float = 1e-5
     rope_parameters: Mapping[str, Any] = field(default_factory=lambda: dict(_DEFAULT_ROPE))
-    """Of the rotary embedding, as in ``transformers``; rope_type is one of :data:`ROPE_TYPES`."""
+    """Parameters of the rotary embedding, as in ``transformers``; rope_type is one of :data:`ROPE_TYPES`."""
     max_position_embeddings: int = 2048
     """Positions that the base was made for."""
 
@@ -157,7 +157,7 @@ class CausalLayer(nn.Module):
         position_ids: Tensor | None = None,
         cache: Any = None,
     ) -> Tensor:
-        """What E entries give, (B, E, D), from features and embeddings (B, E, D).
+        """The output of E entries, (B, E, D), from features and embeddings (B, E, D).
 
         Causal over entries without ``mask`` (B, 1, E, S) bool; their positions are ``position_ids`` (B, E)
         long, by default from 0. ``cache`` stores their keys and values, and returns the keys and values of

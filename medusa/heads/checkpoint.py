@@ -95,11 +95,11 @@ class HeadsCheckpoint:
     tuned: tuple[TunedTree, ...] = ()
     """Trees for the runtimes and batch sizes that were timed; ``tree`` serves everywhere else."""
     adapter: Adapter | None = None
-    """What the heads were trained together with: they belong to the base that carries it."""
+    """The adapter that was trained with the heads: they belong to the base that carries it."""
     tree_origin: Mapping[str, Any] = field(default_factory=dict)
     """Where ``tree`` came from, in plain JSON values; empty where it is not recorded."""
     fingerprint: BaseFingerprint | None = None
-    """Of the base that the heads were trained on, without the adapter; None where nobody said it."""
+    """Fingerprint of the heads' base, without the adapter; None if unknown."""
     template_options: Sequence[Mapping[str, Any]] = ()
     """The chat template options (besides messages and tools) of the training conversations: every different
     set; empty if unknown."""
@@ -213,7 +213,7 @@ def own_heads(base: CausalLM) -> HeadsCheckpoint:
 
 
 def kind_of(heads: Heads) -> str:
-    """What ``config.json`` calls heads like these."""
+    """The kind of these heads in ``config.json``."""
     return next(kind for kind, (module, _) in KINDS.items() if isinstance(heads, module))
 
 
@@ -283,7 +283,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _read_template_options(directory: Path, raw: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """What config.json says of the conversations that the heads were trained on."""
+    """The chat template options in config.json of the training conversations."""
     said = raw.get(TEMPLATE, [])
     if not isinstance(said, list) or not all(isinstance(each, dict) for each in said):
         raise ValueError(

@@ -28,8 +28,8 @@ _MIN_LAYERS_OF_DEFAULT = 7
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(LayerConfig):
-    """What defines an EAGLE-3 head, apart from its weights: the sizes of its layer, usually the base's, and
-    its surroundings."""
+    """The configuration of an EAGLE-3 head: the sizes of its layer, usually the base's, and the parts around
+    it."""
 
     vocab_size: int
     """V of the base model's LM head."""

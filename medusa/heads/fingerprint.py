@@ -1,8 +1,8 @@
-"""What tells a base model from others of its sizes, recorded with the heads that were trained on it.
+"""The fingerprint of a base model, recorded with the heads that were trained on it.
 
 A file name says little: the same name may hold a base or its fine-tuned child, and heads of the one guess
-badly for the other. So a few weights of the LM head are kept, and what the configuration says of the
-architecture. Weights are compared up to what casts round away, so every copy of a checkpoint passes.
+badly for the other. So a few weights of the LM head are recorded, and the architecture keys of the
+configuration. Weights are compared up to rounding of casts, so every copy of a checkpoint passes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from medusa.base.causal_lm import CausalLM, embedding_rows, lm_head
 from medusa.options import differences
 
 SAMPLE_ROWS, SAMPLE_COLUMNS = 16, 4
-"""Of the LM head: rows spread over the vocabulary, and the first columns of each."""
+"""Number of sampled rows of the LM head, spread over the vocabulary, and of first columns of each."""
 TOLERANCE = 0.01
 """Relative distance of two samples. bfloat16 rounds by 0.2 %, 8-bit blocks of a GGUF file by 0.5 %; another
 model is 140 % away, and a fine-tuned one as far as its LM head has moved."""
@@ -37,12 +37,12 @@ READABLE_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class BaseFingerprint:
-    """What tells a base model from others of its sizes."""
+    """The fingerprint of a base model."""
 
     sample: tuple[float, ...] | None
     """Some weights of the LM head; None where it was quantised, offloaded or sharded."""
     configuration: Mapping[str, Any] = field(default_factory=dict)
-    """What its configuration says of :data:`CONFIGURATION_KEYS`, in plain JSON values."""
+    """The values of :data:`CONFIGURATION_KEYS` in its configuration, in plain JSON values."""
 
     @classmethod
     def of(cls, base: CausalLM) -> BaseFingerprint:
@@ -53,7 +53,7 @@ class BaseFingerprint:
         return cls(_sample(embedding_rows(lm_head(base))), known)
 
     def as_json(self) -> dict[str, Any]:
-        """What :meth:`from_json` reads."""
+        """The form that :meth:`from_json` reads."""
         return {
             "sample": None if self.sample is None else list(self.sample),
             "configuration": dict(self.configuration),

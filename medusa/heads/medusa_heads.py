@@ -28,13 +28,13 @@ from medusa.heads.draft_vocab import DraftVocab
 from medusa.options import check_counts
 
 MAX_DEPTH = 256
-"""How far ahead heads may guess: far above what they guess right."""
+"""Largest depth of heads: far above the depth of useful guesses."""
 Unembedding = Literal["shared", "full", "token_map"]
 
 
 @dataclass(frozen=True)
 class HeadsConfig:
-    """What defines a set of heads, apart from its weights."""
+    """The configuration of a set of heads."""
 
     hidden_size: int
     """D of the base model."""
@@ -54,7 +54,7 @@ class HeadsConfig:
     fused_layers: tuple[int, ...] = ()
     """The heads also read the base's states after that many of its decoder layers, 1 the first."""
     logit_scale: float = 1.0
-    """What the base multiplies its logits by after its LM head (Granite, Cohere); theirs too."""
+    """The factor of the base's logits after its LM head (Granite, Cohere); used for the heads too."""
 
     def __post_init__(self) -> None:
         check_counts(self, MAX_SIZE, "hidden_size", "vocab_size")
@@ -120,7 +120,7 @@ class MedusaHeads(DraftVocab):
         if config.fused_layers:
             width = len(config.fused_layers) * config.hidden_size
             self.fusion = nn.Linear(width, config.hidden_size, bias=False)
-            nn.init.zeros_(self.fusion.weight)  # untrained, the heads see the last state alone
+            nn.init.zeros_(self.fusion.weight)  # untrained, the heads see only the last state
             self.register_buffer("layer_scale", torch.ones(width))
 
     layer_scale: Tensor
@@ -157,7 +157,8 @@ class MedusaHeads(DraftVocab):
         self.layer_scale.copy_(torch.where(size > 0, size, 1.0))
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """What all heads read, (..., D), of what the base gives: (..., (1 + L) * D), the last state first."""
+        """The input of all heads, (..., D), from the base's states: (..., (1 + L) * D), the last state
+        first."""
         if not self.config.fused_layers:
             return hidden
         hidden, size = self._typed(hidden), self.config.hidden_size
@@ -168,10 +169,10 @@ class MedusaHeads(DraftVocab):
     def forward(self, hidden: Tensor, lm_head: nn.Module, path: Tensor | None = None) -> Tensor:
         """Logits of every head: hidden (..., D), :meth:`fuse`'d -> (..., K, V').
 
-        Column j stands for token ``token_map[j]`` when there is a map, for token j otherwise.
-        ``path`` (..., K) long, the K tokens after the hidden state's own, is for heads that read it.
-        Logits are multiplied by ``logit_scale``, so that they are of the base's own size. Soft-capping that
-        an architecture adds after its LM head is left out: it does not change the order of guesses.
+        Column j is token ``token_map[j]`` when there is a map, token j otherwise. ``path`` (..., K) long, the
+        K tokens after the hidden state's own, is for heads that read it. Logits are multiplied by
+        ``logit_scale``, so that they are of the base's own size. Soft-capping that an architecture adds after
+        its LM head is left out: it does not change the order of guesses.
         """
         rows = self._rows_of_path(path, lm_head)
         seen = [None if rows is None else rows[..., : k + 1, :] for k in range(self.num_heads)]
@@ -182,7 +183,7 @@ class MedusaHeads(DraftVocab):
         return self._scaled(self.unembedded(torch.stack(features, dim=-2), lm_head))
 
     def logits_of(self, index: int, hidden: Tensor, lm_head: nn.Module, path: Tensor | None = None) -> Tensor:
-        """Logits of the head at ``index`` (from 0) alone: hidden (..., D), :meth:`fuse`'d -> (..., V').
+        """Logits of one head, at ``index`` (from 0): hidden (..., D), :meth:`fuse`'d -> (..., V').
 
         ``path`` (..., index + 1) long are the tokens after the hidden state's own, for heads that read them.
         Reads the parameters of that head and of no other, so training can go head by head and never

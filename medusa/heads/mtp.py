@@ -1,8 +1,8 @@
 """The layers for multi-token prediction that some bases come with, as heads that run ahead (DeepSeek-V3,
 arXiv 2412.19437, section 2.2).
 
-The modules are those of ``transformers``, which leaves their weights out when it loads a base: each is a
-layer as the base has them, over a projection of [embedding, feature]. Most bases have one.
+The modules are ``transformers``' own, which drops their weights when it loads a base: each is a layer of the
+base's kind, over a projection of [embedding, feature]. Most bases have one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from medusa.options import check_counts, is_count
 
 _NEEDED = f"transformers 5.23 or newer, got {transformers.__version__}; pip install --upgrade transformers"
 UNSAID = {"qwen3_next": 1, "qwen3_5_text": 1, "qwen3_5_moe_text": 1}
-"""How many layers come with bases of which ``transformers`` does not say it; mtp_num_hidden_layers may."""
+"""Number of MTP layers of bases whose configuration in ``transformers`` lacks it; mtp_num_hidden_layers
+overrides it."""
 
 
 def num_mtp_layers(config: PreTrainedConfig) -> int:
@@ -38,7 +39,7 @@ def num_mtp_layers(config: PreTrainedConfig) -> int:
 
 
 def missing_mtp(base: CausalLM) -> str | None:
-    """What is missing for the layers that come with ``base``; None where nothing is known to be."""
+    """The missing requirement of the MTP layers of ``base``; None if none is known."""
     if not num_mtp_layers(base.config):
         return (
             f"a base that comes with layers for multi-token prediction, and {type(base).__name__} has none; "
@@ -57,7 +58,7 @@ def _modules() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class MtpConfig:
-    """What defines the layers, apart from their weights."""
+    """The configuration of the layers."""
 
     hidden_size: int
     """D."""
@@ -91,7 +92,7 @@ class MtpConfig:
         """The layers that come with ``base``, drafting as deep as they are many, or ``max_depth``.
 
         Raises:
-            ValueError: it has none, or their masks are not those of full attention.
+            ValueError: it has none, or they need other masks than full attention.
         """
         if missing := missing_mtp(base):
             raise ValueError(f"multi-token prediction needs {missing}")

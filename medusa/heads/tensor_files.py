@@ -33,7 +33,7 @@ _UNPICKLING_ERRORS = (
     ValueError,
     struct.error,
 )
-"""What ``torch.load`` raises on bytes that are no pickle, or half of one, depending on the bytes."""
+"""Exceptions of ``torch.load`` on bytes that are no pickle, or half of one, depending on the bytes."""
 _WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
 

@@ -170,14 +170,14 @@ def save_base(base: CausalLM, tokenizer: Any, output: str | Path) -> None:
 
 @dataclass(frozen=True)
 class ChainCheck:
-    """What heads did on some prompts, greedily.
+    """The performance of heads on some prompts, greedily.
 
     Heads whose tensors went astray on the way still load, and then guess as untrained ones do: the text stays
     right, and only the speed is gone.
     """
 
     statistics: DecodingStatistics
-    """Of decoding with a chain of each head's best guess."""
+    """Statistics of decoding with a chain of each head's best guess."""
     top1: list[float]
     """[d-1] = how often the best guess of head d is right, over the same answers."""
     untrained_top1: list[float]

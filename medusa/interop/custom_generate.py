@@ -56,7 +56,7 @@ def custom_generate(
     revision: str | None = None,
     **arguments: Any,
 ) -> Tensor | MedusaOutput:
-    """What ``model.generate`` returns, with the heads of the repository that ``custom_generate`` names there.
+    """The result of ``model.generate``, with the heads of the repository that ``custom_generate`` names.
 
     Args:
         model: the base, as the caller loaded it; its layers run as they are (``engine="eager"``).

@@ -55,21 +55,21 @@ _SCALE_KEY = "logit_scale"
 
 @dataclass(frozen=True)
 class TensorNames:
-    """What a format calls the tensors of plain heads."""
+    """The names of the tensors of plain heads in a format."""
 
     block: str
-    """Of a block's linear layer, with {head}, {layer} and {part}, which is weight or bias."""
+    """Name of a block's linear layer, with {head}, {layer} and {part}, which is weight or bias."""
     rows: str
-    """Of a head's own rows (V, D), with {head} and perhaps {layer}, which is then L."""
+    """Name of a head's own rows (V, D), with {head} and perhaps {layer}, which is then L."""
     shared: str = ""
-    """Of rows that all heads share; empty where the format has none."""
+    """Name of rows that all heads share; empty where the format has none."""
 
 
 _OURS = TensorNames("blocks.{head}.{layer}.linear.{part}", "unembed.{head}", "shared")
 
 
 def places(template: str, names: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Those of ``names`` that ``template`` gives, and the head, layer and part of each as it says them."""
+    """The names that match ``template``, and the head, layer and part of each."""
     groups = {"head": r"(?P<head>\d{1,6})", "layer": r"(?P<layer>\d{1,6})", "part": "(?P<part>weight|bias)"}
     pattern = re.compile(template.replace(".", r"\.").format(**groups))
     return {name: match.groupdict() for name in names if (match := pattern.fullmatch(name))}
@@ -95,7 +95,7 @@ class PlainHeads:
     num_heads: int
     num_layers: int
     notes: tuple[str, ...]
-    """What was decided while reading."""
+    """Notes on decisions while reading."""
 
     @property
     def hidden_size(self) -> int:
@@ -117,7 +117,7 @@ class PlainHeads:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all tensors; float32 where they differ."""
+        """Type of all tensors; float32 where they differ."""
         found = {tensor.dtype for tensor in self.tensors.values()}
         return found.pop() if len(found) == 1 else torch.float32
 
@@ -206,7 +206,7 @@ def as_medusa_heads(plain: PlainHeads, base: CausalLM, where: Path, config: Mapp
 
 
 def scale_of(heads: MedusaHeads) -> dict[str, float]:
-    """What config.json says of the scale of the logits: nothing where there is none."""
+    """The entry for the logit scale in config.json: empty without one."""
     return {} if heads.config.logit_scale == 1 else {_SCALE_KEY: heads.config.logit_scale}
 
 
@@ -232,7 +232,7 @@ def expanded_rows(rows: Tensor, token_map: Tensor) -> Tensor:
 
 
 def _unembedding_of(plain: PlainHeads, base: CausalLM, where: Path) -> tuple[Unembedding, Tensor | None]:
-    """What the rows of ``plain`` are on ``base``, and the token map that they score."""
+    """The kind of the rows of ``plain`` on ``base``, and their token map."""
     if not (rows := plain.rows):
         return "shared", None
     embedding = lm_head(base)

@@ -1,4 +1,4 @@
-"""What a format of another project is to us, and what all of them check."""
+"""The interface of a format of another project, and shared checks."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class ToExport:
     """Heads that are to be written for another project."""
 
     source: str
-    """What the user called them, for messages."""
+    """The user's name of the heads, for messages."""
     checkpoint: HeadsCheckpoint
     load: Callable[[], CausalLM]
     """Loads the base; called once, and not for heads that are refused anyway."""
     base_name: str
     """Where the other project finds the base: a hub id or a directory."""
     dtype: torch.dtype
-    """Of the tensors that are written."""
+    """Type of the written tensors."""
 
     @cached_property
     def base(self) -> CausalLM:
@@ -48,9 +48,9 @@ class ExportedFiles:
     config: dict[str, Any]
     """config.json."""
     weights: dict[str, Tensor]
-    """Of model.safetensors; floats are written in the type asked for."""
+    """Tensors of model.safetensors; floats are written in the requested type."""
     changes: tuple[str, ...]
-    """What became of parts of the heads that the format has no place for, as sentences."""
+    """Sentences on parts of the heads that the format has no place for."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class ForeignHeads:
 
     heads: Heads
     dtype: torch.dtype
-    """Of the tensors in the file, float32 where they differ; ``heads`` are in float32."""
+    """Type of the tensors in the file, float32 where they differ; ``heads`` are in float32."""
     notes: tuple[str, ...] = ()
-    """What was decided while reading, as sentences."""
+    """Notes on decisions while reading, as sentences."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class ForeignFormat:
 
 
 def config_in(directory: Path) -> dict[str, Any]:
-    """What config.json in a directory says; nothing where there is none."""
+    """The config.json of a directory; empty without one."""
     path = directory / CONFIG_FILE
     return read_json(path) if path.exists() else {}
 
@@ -193,7 +193,7 @@ def base_rows(request: ToExport) -> Tensor:
 
 
 def tree_changes(request: ToExport) -> list[str]:
-    """What becomes of the trees of the heads."""
+    """Sentences on the trees of the heads."""
     checkpoint, changes = request.checkpoint, []
     if checkpoint.tree is not None:
         changes.append(
@@ -206,7 +206,7 @@ def tree_changes(request: ToExport) -> list[str]:
 
 
 def vllm_command(method: str, directory: str, base: str, num_heads: int) -> str:
-    """What serves an export with vLLM, which would guess the method from the directory's name."""
+    """The command that serves an export with vLLM, which would guess the method from the directory's name."""
     said = json.dumps({"method": method, "model": directory, "num_speculative_tokens": num_heads})
     return shlex.join(["vllm", "serve", base, "--speculative-config", said])
 

@@ -56,7 +56,7 @@ REPOSITORY_LAYOUT = Layout(
 
 @dataclass(frozen=True)
 class _Pushed:
-    """What a push made."""
+    """The result of a push."""
 
     url: str
     commit: str

@@ -1,4 +1,4 @@
-"""What vLLM's ``medusa`` method reads: config.json and model.safetensors, as of vLLM 0.32.
+"""The format of vLLM's ``medusa`` method: config.json and model.safetensors, as of vLLM 0.32.
 
     config.json         model_type "medusa", hidden_size, vocab_size, num_heads, num_hidden_layers,
                         medusa_fc_bias (without it vLLM leaves the biases out and says nothing),
@@ -61,7 +61,7 @@ _DEFAULTS = {
     "medusa_fc_bias": False,
     "original_lm_head": False,
 }
-"""What vLLM takes for a key that is not there."""
+"""vLLM's defaults for missing keys."""
 
 
 def _export(request: ToExport) -> ExportedFiles:
@@ -115,7 +115,7 @@ def checked_plain(request: ToExport) -> MedusaHeads:
 
 
 def _row_changes(request: ToExport, heads: MedusaHeads) -> list[str]:
-    """What becomes of the rows of the base that ``heads`` score with."""
+    """Sentences on the base's rows that ``heads`` score with."""
     config = heads.config
     if config.unembedding == "full":
         return []
@@ -183,7 +183,7 @@ def _check_architecture(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _held(plain: PlainHeads, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the tensors hold, under the keys by which ``config`` says it."""
+    """The counts in the tensors, under the keys of ``config``."""
     heads = _count_keys(config, "heads") or ["num_heads"]
     layers = _count_keys(config, "layers") or ["num_hidden_layers"]
     return {

@@ -1,1 +1,1 @@
-"""What the commands that measure are made of: timing, comparing, choosing trees, tables and plots."""
+"""Parts of the measuring commands: timing, comparing, choosing trees, tables and plots."""

@@ -1,6 +1,6 @@
-"""Benchmark of contenders: the requests, and the summary of their answers.
+"""Benchmark of systems: the requests, and the summary of the answers.
 
-A setting is a batch size and a context length. All contenders answer each batch of a setting, in turns
+A setting is a batch size and a context length. All systems answer each batch of a setting, in turns
 (:mod:`medusa.measurement.timing`), with the same seeds. The earlier turns of such a conversation are other
 prompts with the model's own answers, so the text before a question is realistic.
 """
@@ -71,7 +71,7 @@ class Setting:
     prompts: Sequence[Encoded] = field(repr=False)
     """``input_ids`` and ``attention_mask``, (1, T) long, one by one."""
     categories: Sequence[str] = field(repr=False)
-    """Of each prompt."""
+    """Category of each prompt."""
     num_seeds: int = 1
     """Rows that answer each prompt of a batch, each with a seed of its own."""
 
@@ -101,13 +101,13 @@ class Setting:
         ]
 
     def category(self, batch: int) -> str:
-        """That of the batch's only prompt; "" for batches of several."""
+        """The category of the batch's only prompt; "" for batches of several."""
         return self.categories[batch] if self.batch_size == 1 else ""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The generation options of every contender."""
+    """The generation options of every system."""
 
     arguments: Mapping[str, Any]
     """For ``generate``: ``max_new_tokens``, ``do_sample``, ``temperature``."""
@@ -115,7 +115,7 @@ class Request:
     pad_id: int = 0
     repeats: int = 1
     seed: int = 0
-    """Of the first row; others count on from it, and so do repeats when tokens are sampled."""
+    """Seed of the first row; others count on from it, and so do repeats when tokens are sampled."""
 
     @classmethod
     def for_base(cls, base: CausalLM, arguments: Mapping[str, Any], repeats: int, seed: int) -> Request:
@@ -128,9 +128,9 @@ class Request:
 def runnable(
     contenders: Mapping[str, System], setting: Setting, request: Request
 ) -> tuple[dict[str, System], dict[str, str]]:
-    """The contenders that can answer in this setting, warmed up, and the reasons of the others.
+    """The systems that can answer in this setting, warmed up, and the reasons of the others.
 
-    Only foreign contenders may fail; an error of ours is raised.
+    Only foreign systems may fail; an error of ours is raised.
     """
     longest = max(setting.batches(request.pad_id), key=lambda batch: batch["input_ids"].shape[1])
     working, reasons = {}, {}
@@ -139,7 +139,7 @@ def runnable(
         try:
             if reason is None:
                 _warm_up(system, longest, request)
-        # A foreign contender that fails must not cost the others their figures; the report has the reason.
+        # A foreign system that fails must not cost the others their figures; the report has the reason.
         except (RuntimeError, ValueError, NotImplementedError) as error:
             if system.is_ours:
                 raise
@@ -180,7 +180,7 @@ def measure(
     seconds: float | None = None,
     label: str | None = None,
 ) -> list[Answer]:
-    """The answers of every contender to every batch, ``request.repeats`` times, for about ``seconds``."""
+    """The answers of every system to every batch, ``request.repeats`` times, for about ``seconds``."""
     batches = setting.batches(request.pad_id)
     takes_streamer = setting.batch_size * setting.num_seeds == 1
 
@@ -214,7 +214,7 @@ def setting_report(
     is_same_model: bool = True,
     num_seeds: int = 1,
 ) -> dict[str, Any]:
-    """The numbers of one setting; None for missing contenders.
+    """The numbers of one setting; None for missing systems.
 
     Compared are our own under the exact rule, and ``transformers`` but where it has another text: it draws
     from another generator when sampling, and knows nothing of an engine that changes the model
@@ -394,7 +394,7 @@ def bounds(
 
 
 def divergences(model: MedusaModel, answers: Sequence[Answer], setting: Setting) -> dict[str, dict[str, Any]]:
-    """The distance of each contender's greedy answers from the base's likeliest tokens."""
+    """The distance of each system's greedy answers from the base's likeliest tokens."""
     return {
         name: divergence(model.base, conversations(setting, each).values())
         for name, each in by_contender(answers).items()

@@ -49,7 +49,7 @@ def add_texts(
 
 
 def add_tables(report: Report) -> None:
-    """Every setting: the speed of each contender and whether texts are equal; then the phases of a step."""
+    """Every setting: the speed of each system and whether texts are equal; then the phases of a step."""
     values = report.values
     for setting in values["by_setting"]:
         _add_speeds(report, setting)
@@ -73,7 +73,7 @@ def add_tables(report: Report) -> None:
 
 
 def _add_speeds(report: Report, setting: Mapping[str, Any]) -> None:
-    """The speed of each contender, and whether its text equals plain decoding's."""
+    """The speed of each system, and whether its text equals plain decoding's."""
 
     def of(key: str) -> Any:
         return lambda name: setting[key].get(name)
@@ -151,7 +151,7 @@ def _add_splits(report: Report, settings: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _add_depths(report: Report, rates: Mapping[str, Sequence[float]]) -> None:
-    """The acceptance rate of each contender by depth."""
+    """The acceptance rate of each system by depth."""
     drafted = {name: each for name, each in rates.items() if each}
     deepest = max(map(len, drafted.values()), default=0)
     columns: dict[str, Column] = {"contender": (0, "{}")}

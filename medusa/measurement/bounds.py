@@ -1,4 +1,4 @@
-"""What measured numbers are held against: the device, the heads, and the base's own choices.
+"""Bounds for measured numbers: the device, the heads, and the base's own choices.
 
 The device: a step must read the weights, the heads and the cache once, and multiply every weight with every
 node. t_floor = max(bytes / bandwidth, operations / rate), and f_hw = t_floor / step time is 1 where nothing

@@ -189,7 +189,7 @@ def against(replayed: np.ndarray, baseline: np.ndarray) -> dict[str, Any]:
 
 
 def training_cost(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """What a heads directory says about how it was trained; None where it does not."""
+    """The training record of a heads directory; None without one."""
     training = provenance.get("training", {})
     seconds, steps = training.get("minutes"), training.get("steps")
     per_step = training.get("seconds_per_step")

@@ -41,7 +41,7 @@ TOP_KS = (1, 2, 3, 5, 10)
 
 
 class Evaluated(NamedTuple):
-    """What one prompt showed."""
+    """The results of one prompt."""
 
     category: str
     statistics: DecodingStatistics
@@ -261,7 +261,7 @@ def compared(
 
 
 def fidelity(rows: Sequence[Tensor]) -> dict[str, Any]:
-    """What :func:`distances` of each row (T, 3) add up to; intervals are 95 % bootstraps over rows."""
+    """The summary of the :func:`distances` of each row (T, 3); intervals are 95 % bootstraps over rows."""
     sums = np.array([[float(row[:, 0].sum()), float(row[:, 1].sum()), len(row)] for row in rows])
     kl = with_interval(sums, lambda samples: samples[..., 0].sum(-1) / samples[..., 2].sum(-1))
     same = with_interval(sums, lambda samples: samples[..., 1].sum(-1) / samples[..., 2].sum(-1))

@@ -28,7 +28,7 @@ MOST_LOGITS = 256
 
 
 def missing_llama_cpp() -> str | None:
-    """What llama.cpp lacks to run here; None when nothing."""
+    """The missing requirement of llama.cpp; None without any."""
     if importlib.util.find_spec("llama_cpp") is None:
         return f"llama-cpp-python is not installed: {INSTALL}"
     return None

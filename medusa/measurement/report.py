@@ -1,4 +1,4 @@
-"""What a command found: one JSON object, the tables that a person reads, and a picture.
+"""The report of a command: one JSON object, tables for people, and a picture.
 
 Standard output carries answers, tables and the object; all talk to the reader goes to standard error.
 """

@@ -53,7 +53,7 @@ ALL_DRAFTERS = "drafters"
 EXACT, TYPICAL = "exact", "typical"
 """The rules that compare a candidate only with the base, so that any drafter will do."""
 LOOKUP_TOKENS = 10
-"""What the documentation of ``transformers`` shows for prompt_lookup_num_tokens."""
+"""The value of prompt_lookup_num_tokens in the documentation of ``transformers``."""
 CPU_COMPILERS = ("g++", "clang++", "c++", "cl")
 WORKS_ON_ONE_ROW = (LOOKUP, ASSISTED)
 
@@ -100,7 +100,7 @@ def pair_name(drafter: str, rule: str) -> str:
 
 
 def drafter_and_rule(name: str) -> tuple[str, str]:
-    """What :func:`pair_name` was made of."""
+    """The inverse of :func:`pair_name`."""
     drafter, _, rule = name.partition(" x ")
     return drafter, rule or EXACT
 
@@ -129,7 +129,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def default_names(model: MedusaModel) -> list[str]:
-    """Those that a user would ask about: the others, plain decoding, the heads, our default.
+    """The default systems: foreign ones, plain decoding, the heads, our default.
 
     On a processor the compiled one takes a minute or more to compile a small model, so it must be named.
     """

@@ -72,11 +72,11 @@ class Answer:
     tokens: tuple[Tokens, ...]
     """The new tokens of each row, the one that ends it included."""
     seconds: float
-    """Of the whole call, prefill included."""
+    """Seconds of the whole call, prefill included."""
     statistics: DecodingStatistics | None = None
     """None where ``transformers`` answered."""
     category: str = ""
-    """Of the only prompt; a batch of several has none."""
+    """Category of the only prompt; a batch of several has none."""
     seed: int = 0
     first_token_seconds: float | None = None
     """Until the first new token was there; None where nobody looked."""

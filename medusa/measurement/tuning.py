@@ -40,19 +40,19 @@ HOPELESS = 0.5
 
 @dataclass(frozen=True)
 class TreeSize:
-    """What one size of tree gives and costs."""
+    """Tokens per step and step time of one tree size."""
 
     num_nodes: int
     depth: int
     tokens_per_step: float
-    """Of one row; expected, on answers that did not choose the tree."""
+    """Expected tokens per step of one row, on answers that did not choose the tree."""
     step_seconds: float
     """Median time of a decode step of the whole batch on this machine."""
     batch_size: int = 1
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all rows together."""
+        """Tokens per second of all rows together."""
         return self.batch_size * self.tokens_per_step / self.step_seconds
 
 
@@ -206,7 +206,7 @@ def file_asked_for(
 
 
 def _why_default_stays(before: HeadsCheckpoint, single: TunedTree | None) -> str | None:
-    """What speaks against ``single`` as the default tree of ``before``; None when nothing."""
+    """The reason against ``single`` as the default tree of ``before``; None without any."""
     if single is None:
         return "batch size 1 was not tuned"
     origin = before.tree_origin

@@ -216,7 +216,7 @@ def _checked(raw: bytes, kind: Any) -> Any:
 
 
 class _Endpoints:
-    """What is common to the endpoints that read a body."""
+    """Shared code of the endpoints that read a body."""
 
     def __init__(self, service: Service, access: AccessOptions):
         self.service, self.access = service, access
@@ -242,7 +242,7 @@ class _Endpoints:
     async def computed(
         self, request: Request, kind: type[Body], work: Callable[[Any], dict[str, Any]]
     ) -> dict[str, Any]:
-        """What ``work`` makes of a body of this kind."""
+        """The result of ``work`` on a body of this kind."""
 
         def read(raw: bytes) -> tuple[Body, list[str]]:
             asked = _checked(raw, kind)
@@ -347,7 +347,7 @@ def _replies(
     asked: ChatRequest | CompletionRequest,
     prompts: Sequence[Sequence[int]],
 ) -> Replies | ResponseReplies:
-    """What makes answers of the kind that was asked for."""
+    """The writer of replies of the requested kind."""
     name = asked.model or service.names[0]
     if isinstance(given, ResponsesRequest):
         return ResponseReplies(given, name, service.tokenizer, service.reader(given.chat, prompts[0]))
@@ -461,7 +461,7 @@ async def _unless_disconnected(request: Request, work: Any) -> Any:
 
 
 class _Record:
-    """What is counted and logged of one request."""
+    """The metrics and the log entry of one request."""
 
     def __init__(
         self,

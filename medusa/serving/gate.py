@@ -29,7 +29,7 @@ PAGE_SCRIPTS = ("marked.umd.js", "purify.min.js")
 """Libraries of the chat page, in ``vendor/``."""
 ABSOLUTE = re.compile(r"https?://([^/?#]*)", re.IGNORECASE)
 OPEN_PATHS = ("/", "/health", *(f"/vendor/{name}" for name in PAGE_SCRIPTS))
-"""What needs no key: it tells nothing."""
+"""Paths that need no key: they disclose nothing."""
 MAX_REQUESTS = 704
 """Requests under way at once, whether they wait, decode or are being read."""
 MAX_LOGGED_PATH = 200

@@ -1,4 +1,4 @@
-"""What the server counts, for Prometheus; names after the prefix are vLLM's."""
+"""Metrics of the server, for Prometheus; names after the prefix are vLLM's."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from medusa.prompts import reasoning_tags
 HARMONY = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>")
 """Control tokens of the messages of gpt-oss; the answer is on the channel ``final``."""
 NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
-"""Of a function that says nothing of them."""
+"""Parameters of a function that declares none."""
 NAMES = {
     "xml": re.compile(r"[\w.-]+"),
     "python": re.compile(r"[A-Za-z_][\w.-]*"),
@@ -45,7 +45,7 @@ class OutputFormat:
     """The syntax of a model's reasoning and tool calls."""
 
     reasoning_tags: tuple[str, str] = ("", "")
-    """What reasoning begins and ends with; empty where the template knows none."""
+    """The opening and closing tags of reasoning; empty where the template has none."""
     call: Literal["hermes", "xml", "python", "json", "harmony"] = "json"
     """How a forced call is written."""
     arguments_key: str = "arguments"
@@ -56,7 +56,7 @@ class OutputFormat:
 
     @property
     def call_marks(self) -> tuple[str, ...]:
-        """What a call begins with in the middle of an answer."""
+        """Marks that begin a call in the middle of an answer."""
         return ("<tool_call>", "<function=") if self.call == "xml" else ("<tool_call>",)
 
     @property
@@ -69,7 +69,8 @@ class OutputFormat:
         )
 
     def reasoning_before(self, as_terminals: Terminals, in_reasoning: bool | None) -> tuple[str, list[str]]:
-        """What comes before an answer that keeps to a grammar, as a part of its start, and the rules for it.
+        """The reasoning before an answer that keeps to a grammar, as a part of its start rule, and the rules
+        for it.
 
         Args:
             in_reasoning: whether the prompt has begun the reasoning, so that it must end; False where it has

@@ -1,4 +1,4 @@
-"""What an answer is made of: reasoning, text, and calls of tools, each handed on as its text comes.
+"""Output parser: splits an answer into reasoning, text and tool calls, each passed on as its text comes.
 
 Parsing is a generator that goes as far as the text allows, and yields where it needs more: complete answers
 and streams share the code. Text that turns out to be no call stays text.
@@ -30,9 +30,9 @@ TYPES: dict[type, set[str]] = {
     dict: {"object"},
     type(None): {"null"},
 }
-"""What a schema calls the types of values."""
+"""Names of the types of values in a schema."""
 TOO_MUCH = (SyntaxError, ValueError, RecursionError, MemoryError)
-"""What reading a text as JSON or Python may raise."""
+"""Exceptions of parsing a text as JSON or Python."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Part:
     text: str
     """The text; for a call the name of the tool; for arguments more of the JSON of that call."""
     number: int = 0
-    """Of the call, from 0."""
+    """Number of the call, from 0."""
 
 
 Waiting = Generator[None, None, None]
@@ -79,7 +79,7 @@ class OutputParser:
         self._reading = self._messages() if output_format.is_harmony else self._thoughts_and_rest()
 
     def feed(self, text: str) -> list[Part]:
-        """What is certain now."""
+        """The parts that are certain now."""
         self._held += text
         return self._read_on()
 
@@ -129,7 +129,7 @@ class OutputParser:
     # How text is taken
 
     def _commit(self) -> None:
-        """What is understood is taken."""
+        """Consumes the parsed text."""
         self._held, self._at = self._held[self._at :], 0
 
     def _until(self, marks: Collection[str], say: Callable[[str], object]) -> Generator[None, None, str]:
@@ -388,7 +388,7 @@ def overlap(text: str, mark: str) -> int:
 
 
 def _json(text: str) -> Any:
-    """What ``text`` is as JSON; None where it is none."""
+    """The value of ``text`` as JSON; None where it is invalid."""
     try:
         return json_value(text)
     except TOO_MUCH:

@@ -1,4 +1,4 @@
-"""What clients get: the bodies and the chunks of OpenAI's endpoints for chats and completions."""
+"""Replies: the bodies and the chunks of OpenAI's endpoints for chats and completions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DONE = "[DONE]"
 
 
 def read(reader: OutputParser, update: Update) -> tuple[list[Part], str | None]:
-    """What an update says, and how the answer ends, if it does."""
+    """The parts of an update, and the finish reason if the answer ends."""
     parts, reason = reader.feed("".join(piece.text for piece in update.pieces)), update.finish_reason
     if reason is not None:
         parts += reader.finish()
@@ -121,7 +121,7 @@ class Replies:
         return [error.body, DONE]
 
     def _said(self, index: int, update: Update) -> tuple[dict[str, Any], str | None]:
-        """What an update says, as a message or a part of one, and how the answer ends, if it does."""
+        """The message or the delta of an update, and the finish reason if the answer ends."""
         if not self.is_chat:
             text = "".join(piece.text for piece in update.pieces)
             return ({"content": text} if text else {}), update.finish_reason
@@ -238,7 +238,7 @@ def common_subsequence_length(first: Sequence[int], second: Sequence[int]) -> in
 
 
 def _finite(logprob: float) -> float:
-    """What JSON can hold; clients know this number for a token that is never chosen."""
+    """``logprob`` as a finite number for JSON; clients know this value for a token that is never chosen."""
     return max(logprob, -9999.0)
 
 

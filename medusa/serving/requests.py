@@ -1,4 +1,4 @@
-"""What clients may ask: the bodies of the endpoints, checked field by field.
+"""Requests: the bodies of the endpoints, checked field by field.
 
 Unknown fields are ignored, as clients expect, and reported (:meth:`Body.unread`); known fields that cannot be
 honoured are refused, so that nobody gets something else than requested.
@@ -39,7 +39,7 @@ TYPE_NAME = re.compile(r"str|int|float|bool|[a-z-]+\[.*\]|[A-Z]\w*")
 """Suffixes that pydantic appends to a field with several types."""
 TOKEN_ID = re.compile(r"[0-9]{1,10}")
 TEMPLATE_PARAMETERS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
-"""What rendering a conversation takes beside what its template reads."""
+"""Arguments of rendering a conversation besides template variables."""
 LEAST_TEMPERATURE = 1e-5
 """Less is 0: clients write such numbers for it, and logits that are divided by them are no numbers."""
 SEEDS = 2**62
@@ -58,7 +58,7 @@ class NotFinite(ValueError):
 
 
 def json_value(text: str | bytes) -> Any:
-    """What ``text`` is as JSON, whose numbers are finite: 1e400 would be written as ``Infinity`` again.
+    """The value of ``text`` as JSON with finite numbers: 1e400 would be written as ``Infinity`` again.
 
     Raises:
         ValueError: it is no JSON; :class:`NotFinite` for such a number.
@@ -104,7 +104,7 @@ def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
 Parameters = Annotated[dict[str, Any], AfterValidator(_of_an_object)]
 """The schema of a function's arguments."""
 TemplateArguments = Annotated[dict[str, Any], BeforeValidator(_few), AfterValidator(_for_the_template)]
-"""What a client tells the chat template by its own names."""
+"""Chat template variables of a client."""
 Token = Annotated[int, Field(strict=True)]
 Whole = Annotated[int, BeforeValidator(_as_whole), Field(strict=True)]
 """Also 4.0, which is the same number in JSON."""
@@ -145,7 +145,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream carries beside the answer."""
+    """Additional content of a stream."""
 
     include_usage: StrictBool = False
     include_depths: StrictBool = False
@@ -167,7 +167,7 @@ class TextForm:
 
 
 class JsonSchema(Body):
-    """What an answer must be. OpenAI's ``strict`` changes nothing here: schemas are always kept."""
+    """The required format of an answer. OpenAI's ``strict`` changes nothing here: schemas are always kept."""
 
     name: str = ""
     strict: StrictBool | None = None
@@ -316,7 +316,7 @@ class SharedFields(Body):
 
     @property
     def text_form(self) -> TextForm | None:
-        """What an answer must keep to; None for text."""
+        """The structured output of an answer; None for text."""
         if self.structured_outputs is not None:
             return self.structured_outputs.text_form
         return None if self.response_format is None else self.response_format.text_form
@@ -409,7 +409,7 @@ class ChatMessage(Body):
 
 
 class OfferedFunction(Body):
-    """What the model may call."""
+    """The tools that the model may call."""
 
     passes_extra_fields = True
 
@@ -499,7 +499,7 @@ class ChatRequest(SharedFields, Rendering):
 
     @property
     def must_call(self) -> list[dict[str, Any]]:
-        """The functions of which one must be called; empty where the model may answer without a call."""
+        """The candidates of a required call; empty where the model may answer without a call."""
         functions = [tool["function"] for tool in self.offered]
         if isinstance(self.tool_choice, NamedTool):
             return [each for each in functions if each["name"] == self.tool_choice.function.name]
@@ -634,5 +634,5 @@ def most_specific_error(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any
 
 
 def message_of(error: Mapping[str, Any]) -> str:
-    """What is wrong with the field, without what pydantic puts around it."""
+    """The error of the field, without pydantic's own prefix."""
     return str(error["msg"]).removeprefix("Value error, ")

@@ -115,7 +115,7 @@ class TextFormat(JsonSchema):
 
 
 class TextOptions(Body):
-    """What the text must be."""
+    """The required format of the text."""
 
     format: TextFormat | None = None
 
@@ -398,5 +398,5 @@ class ResponseReplies:
 
 
 def _text_of(kind: str) -> str:
-    """What the text of an item of this kind is called."""
+    """The type name of an item's text."""
     return "output_text" if kind == "message" else "reasoning_text"

@@ -293,7 +293,7 @@ class Service:
         return in_reasoning(self.tokenizer, prompt, self.output_format.reasoning_tags)
 
     def reader(self, asked: ChatRequest, prompt: Sequence[int]) -> OutputParser:
-        """What reads an answer to ``prompt``."""
+        """The output parser of an answer to ``prompt``."""
         tools = {tool["function"]["name"]: tool["function"] for tool in asked.offered}
         most = 1 if asked.parallel_tool_calls is False else None
         return OutputParser(self.output_format, tools, most, bool(self._is_thinking(prompt)))
@@ -347,7 +347,7 @@ class Service:
             )
 
     def check(self, asked: SharedFields) -> None:
-        """What can be said of a request before anything is computed for it."""
+        """Checks a request before anything is computed for it."""
         self.check_name(asked.model)
         if asked.medusa_plain and not self.options.allow_plain:
             raise RequestError(
@@ -419,7 +419,7 @@ class Service:
         grammar: Grammar | None,
         owner: Hashable,
     ) -> Iterator[DecodeRequest]:
-        """What is decoded for each choice."""
+        """The decode request of each choice."""
         arguments: dict[str, Any] = {
             **sampling_arguments(asked),
             "max_new_tokens": self._longest(asked, len(prompt)),
@@ -506,7 +506,7 @@ class Service:
                 )
 
     def tokens(self, asked: TokenizeRequest) -> dict[str, Any]:
-        """What a text or a conversation is as tokens."""
+        """The tokens of a text or a conversation."""
         self.check_name(asked.model)
         if asked.prompt is None:
             ids = self.chat_prompt(asked.chat)

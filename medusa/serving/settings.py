@@ -18,11 +18,12 @@ ORIGIN = r"\*|[a-zA-Z][\w+.-]*://[^/\s]+"
 
 @dataclass(frozen=True)
 class ServiceOptions:
-    """What is served, and how much at once. Requests beyond it wait, and beyond the queue get 503 with
+    """The served model and the capacity. Further requests wait, and beyond the queue get 503 with
     Retry-After."""
 
     served_model_name: tuple[str, ...] = ()
-    """What clients call the model; may be given several times. None is the last part of the base's name."""
+    """Names of the model for clients; may be given several times. None is the last part of the base's
+    name."""
     any_model_name: bool = False
     """Whatever clients call the model is this one: many send a name of their own."""
     plain: bool = False

@@ -80,7 +80,7 @@ class AnswerText:
         return len(tokens), pieces
 
     def finish(self) -> list[Piece]:
-        """What was held back, at the end of the answer."""
+        """Held-back text, at the end of the answer."""
         if self.is_stopped:
             return []
         pieces = self._passed(Piece(self._stream.finish(), 0))
@@ -88,7 +88,7 @@ class AnswerText:
         return pieces if self.is_stopped else pieces + _shown(held)
 
     def _passed(self, new: Piece) -> list[Piece]:
-        """What may go out of all that is held and ``new``; the rest is held."""
+        """The pieces of held and ``new`` text that may be emitted; the rest is held."""
         if self.is_stopped:
             return []
         pieces = [piece for piece in [*self._held, new] if piece.text]
@@ -136,12 +136,12 @@ def _cut(pieces: list[Piece], length: int) -> tuple[list[Piece], list[Piece]]:
 
 @dataclass(frozen=True)
 class Update:
-    """What is new in an answer."""
+    """New output of an answer."""
 
     pieces: list[Piece] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_tokens: int = 0
-    """Of the answer so far."""
+    """Tokens of the answer so far."""
     num_steps: int = 0
     """Forward passes that it took so far, the reading of the prompt included as one."""
     finish_reason: str | None = None
@@ -172,7 +172,7 @@ class Answer:
         self.prediction = prediction
         """Tokens that the client expects."""
         self.finish_reason: str | None = None
-        """That of the last update."""
+        """The finish reason of the last update."""
 
 
 class WorkerEnded(RuntimeError):

@@ -100,7 +100,7 @@ class Eagle3Options:
 
 @dataclass(frozen=True)
 class DataOptions(TemplateOptions):
-    """What to train on, and in which batches."""
+    """Training data and batching."""
 
     data: list[str] = field(default_factory=list)
     """Data, one or several: .jsonl, .json, .jsonl.gz, .json.gz or .parquet files, patterns of file names, as
@@ -138,7 +138,7 @@ class DataOptions(TemplateOptions):
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What to minimise."""
+    """The loss."""
 
     objective: ObjectiveName = "ce"
     """ce: the text's own tokens. kl: the base's distribution. blend: both."""

@@ -1,4 +1,4 @@
-"""What every kind of training minimises: targets, objectives, and a loss that never holds all logits.
+"""Losses of all kinds of training: targets, objectives, and a loss that never holds all logits.
 
 The token at position j of a document is the target of depth d when it is a label token; the hidden state that
 predicts it is at j - 1 - d of the same document. Depth 0 is the base model's own head. So all heads and the
@@ -128,7 +128,7 @@ class TeacherRows:
         return cls(p, log_p, -expected(p, log_p))
 
     def part(self, rows: slice) -> TeacherRows:
-        """Of some of the targets."""
+        """The teacher's rows for some of the targets."""
         return TeacherRows(self.probabilities[rows], self.log_probabilities[rows], self.entropy[rows])
 
 
@@ -245,7 +245,7 @@ def _loss_and_gradient(
 
 
 class SplitHeads:
-    """What every process keeps of each head's parameters: an equal part of their rows.
+    """The shard of each head's parameters on every process: an equal part of their rows.
 
     The modules hold these parts, as DTensors, for the optimiser and checkpoints to see. All processes must be
     in :meth:`gathered` for the same head at the same time.
@@ -347,7 +347,7 @@ class FusedLoss:
     num_unmapped: Tensor | int = 0
     """(K,) label tokens without a column: misses in the hit rates."""
     sums: LossSums = field(init=False)
-    """What was counted so far."""
+    """The sums so far."""
 
     @classmethod
     def of_heads(
@@ -358,7 +358,7 @@ class FusedLoss:
         sources: Tensor | None = None,
         **reading: Any,
     ) -> FusedLoss:
-        """What heads minimise on the targets of ``alignment``: targets of depth d weigh decay^d.
+        """The loss of heads on the targets of ``alignment``: targets of depth d weigh decay^d.
 
         ``sources`` are by default the alignment's; ``reading`` are the other fields.
 
@@ -404,7 +404,7 @@ class FusedLoss:
     def _add_alone(
         self, split: SplitHeads, index: int, states: Tensor, gradients: dict[Tensor, Tensor]
     ) -> None:
-        """What :meth:`_add` does, for one depth of heads that are split; nothing whole outlives the call."""
+        """As :meth:`_add`, for one depth of sharded heads; gathered parameters do not outlive the call."""
         with split.gathered(index, gradients) as inside:
             self._add(range(index, index + 1), states, inside)
 

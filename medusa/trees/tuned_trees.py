@@ -22,7 +22,7 @@ DEFAULT_STEP = "general"
 
 @dataclass(frozen=True)
 class Runtime:
-    """What executes decode steps."""
+    """The environment of decode steps."""
 
     device: str
     """The device, as :func:`medusa.hardware.device_name` names it."""
@@ -44,17 +44,17 @@ class TunedTree:
     batch_size: int
     tree: CandidateTree
     origin: Mapping[str, Any] = field(default_factory=dict)
-    """What was measured, in plain JSON values."""
+    """The measurements, in plain JSON values."""
     step: str = DEFAULT_STEP
     """How the steps were run that were timed (see :mod:`medusa.decoding.steps`)."""
 
     @property
     def key(self) -> tuple[Runtime, str, int]:
-        """What the tree is for; a file holds one of each."""
+        """The key of the tree; a file holds one of each."""
         return self.runtime, self.step, self.batch_size
 
     def in_words(self) -> str:
-        """What the tree is for."""
+        """The runtime and batch size in words."""
         return f"batch size {self.batch_size} on {self.runtime.in_words()}, {self.step} steps"
 
     def as_json(self) -> dict[str, Any]:

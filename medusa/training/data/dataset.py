@@ -233,7 +233,7 @@ def check_dataset(directory: Path) -> None:
 
 
 def read_dataset(directory: Path) -> Dataset:
-    """What :func:`write_dataset` wrote.
+    """The dataset that :func:`write_dataset` wrote.
 
     Raises:
         FileNotFoundError: the directory is not there, on this machine.

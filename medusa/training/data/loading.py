@@ -186,7 +186,7 @@ class Renderer:
 
     @property
     def _end_of_turn(self) -> str:
-        """What the template writes after an answer, up to the whitespace: the end-of-turn token."""
+        """The template's text after an answer, up to the whitespace: the end-of-turn token."""
         return self._behind_an_answer[0].rstrip()
 
     @cached_property
@@ -222,7 +222,7 @@ class Renderer:
 
 
 _TAG = re.compile(r"</?[\w:|]*(?:think|reason)\w*>|\[/?THINK\]", re.IGNORECASE)
-"""What opens and closes a block of reasoning in a chat template."""
+"""The tags of reasoning in a chat template."""
 _CLOSING = re.compile(r"</[\w:|]*(?:think|reason)\w*>|\[/THINK\]", re.IGNORECASE)
 
 

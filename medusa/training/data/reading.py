@@ -59,7 +59,7 @@ class Example:
     answer_was_cut: bool = False
     """The last answer stopped at a length limit, not at its end."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    """What the chat template gets beside the messages: tools, and the row's chat_template_kwargs."""
+    """Chat template options: tools, and the row's chat_template_kwargs."""
 
 
 def read_examples(sources: Sequence[str], split: str = "train") -> Iterator[Example]:

@@ -161,7 +161,7 @@ class ChatEndpoint:
 
 
 def _reply(response: httpx.Response) -> Reply | None:
-    """What the server answered; None where it is no chat completion."""
+    """The server's answer; None where it is no chat completion."""
     try:
         body: dict[str, Any] = response.json()
         choice = body["choices"][0]
@@ -418,7 +418,7 @@ class EndpointAnswerer:
             yield conversation, outcome
 
     def _work(self, endpoint: ChatEndpoint, waiting: SimpleQueue, ended: SimpleQueue) -> None:
-        """What a thread does: ask ``endpoint``, one conversation after the other."""
+        """The work of a thread: send conversations to ``endpoint``, one after the other."""
         while True:
             conversation = waiting.get()
             try:
@@ -441,7 +441,7 @@ class EndpointAnswerer:
 
 
 def question_frame(tokenizer: Any) -> tuple[list[int], int]:
-    """What the chat template writes before a user's first message, and the token that follows the message.
+    """The template's text before a user's first message, and the token after the message.
 
     A chat model that reads only the former writes a question of its own (Magpie, arXiv 2406.08464).
 

@@ -33,7 +33,7 @@ _REFUSALS_BEFORE_GIVING_UP = 3
 
 @dataclass
 class DistillationReport:
-    """What one run did."""
+    """The report of one run."""
 
     num_ended: int = 0
     """Conversations; those without an answer are not written."""
@@ -42,11 +42,11 @@ class DistillationReport:
     num_cut: int = 0
     """Answers that ran into the length limit or a loop."""
     num_tokens: int = 0
-    """Of the answers."""
+    """Number of answer tokens."""
     num_reasoned: int = 0
     """Answers with reasoning, which is stored separately."""
     num_characters: int = 0
-    """Of the answers, their reasoning included."""
+    """Characters of the answers, their reasoning included."""
     num_reasoning: int = 0
     """Characters of reasoning."""
     num_refused: int = 0

@@ -122,7 +122,7 @@ class JointRecipe(Recipe):
         return self.trained_adapter.taken_out()
 
     def closing_report(self, metrics: Mapping[str, float]) -> str:
-        """What the user of a jointly trained base has to know about its text."""
+        """Facts for users about the text of a jointly trained base."""
         if "held_out/base_perplexity" not in metrics:
             return "no held-out documents, so what became of the base was not measured"
         before, now, divergence, agreement = (
@@ -154,7 +154,7 @@ class _BaseSums(NamedTuple):
         return cls(*sums, *counts)
 
     def metrics(self, name: str) -> dict[str, float]:
-        """What became of the base: perplexity on label tokens now and before, and how far its text has moved.
+        """The change of the base: perplexity on label tokens now and before, and the distance of its text.
 
         Empty while the adapter is not trained.
         """
@@ -170,7 +170,7 @@ class _BaseSums(NamedTuple):
 
 
 class _JointSums(NamedTuple):
-    """What heads and base came to."""
+    """The sums of heads and base."""
 
     heads: LossSums
     base: _BaseSums
@@ -227,7 +227,7 @@ class BaseLoss:
 
 
 def _compared(log_q: Tensor, targets: TargetBlock) -> _BaseSums:
-    """What one block shows of the adapted base, and of the difference that the adapter makes."""
+    """Statistics of one block on the adapted base, and on the difference from the adapter."""
     columns, sums = targets.columns[:, None], _BaseSums.zeros(log_q.device)
     count = torch.tensor(len(columns), device=log_q.device)
     sums = sums._replace(cross_entropy=-log_q.gather(1, columns).sum(), num_targets=count)

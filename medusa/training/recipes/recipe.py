@@ -1,4 +1,4 @@
-"""What the trainer asks of a kind of training, and what new heads of every kind begin with.
+"""The interface of a kind of training, and the initialisation of new heads.
 
 A new kind is a class in this folder, and one line in :data:`medusa.training.run.job.RECIPES`.
 """
@@ -49,7 +49,7 @@ class RunState:
     """Optimiser steps in which an adapter was trained too."""
     num_processes: int = 1
     micro_batches: int = 1
-    """Of each process in a step."""
+    """Micro-batches of each process in a step."""
     sharding: str = ""
     """How the processes share the heads, in accelerate's words."""
     documents: str = ""
@@ -59,7 +59,7 @@ class RunState:
     remedies: dict[str, Any] = field(default_factory=dict)
     """The values of :data:`medusa.training.config.MEMORY_KEYS`."""
     changes: list[str] = field(default_factory=list)
-    """What resumed runs changed of them, and at which step."""
+    """Changes of these by resumed runs, with the step."""
     files: dict[str, str] = field(default_factory=dict)
     """SHA-256 of each other file of the checkpoint."""
 
@@ -71,7 +71,7 @@ class Recipe:
     """
 
     result: str = "heads"
-    """What ends up in the heads directory, in words."""
+    """The content of the heads directory, in words."""
 
     def __init__(
         self, configuration: TrainingConfiguration, states: HiddenStateSource, heads: Heads, loss: nn.Module
@@ -88,7 +88,7 @@ class Recipe:
             self.columns[heads.token_map.cpu()] = torch.arange(len(heads.token_map))
 
     def describe(self, training: Documents) -> str:
-        """What is trained, for people."""
+        """A description of the training, for people."""
         num_parameters = sum(each.numel() for each in self.heads.parameters())
         text = (
             f"{self.configuration.heads.head_kind} heads for {self.heads.num_heads} tokens ahead, "
@@ -102,8 +102,8 @@ class Recipe:
         return text
 
     def read(self, documents: Documents, name: str, batch: MicroBatch) -> tuple[Any, Alignment]:
-        """What the loss reads of a micro-batch of ``documents``, whose states are stored under ``name`` if at
-        all, and the alignment with it, which counts the B * T positions row by row."""
+        """The loss's input for a micro-batch of ``documents``, whose states are stored under ``name`` if at
+        all, and its alignment, which counts the B * T positions row by row."""
         rows, padded = self.states.of_batch(documents, name, batch, self.heads.aux_layers)
         return rows, self.aligned(padded)
 
@@ -144,11 +144,11 @@ class Recipe:
         return LossSums.zeros(self.heads.num_heads, device)
 
     def adapter(self) -> Adapter | None:
-        """What was trained beside the heads, as it is saved."""
+        """The adapter that was trained with the heads, in saved form."""
         return None
 
     def closing_report(self, metrics: Mapping[str, float]) -> str | None:
-        """What a user of the result has to know, given the last metrics."""
+        """A note for users of the result, from the last metrics."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""What a training run leaves on disk.
+"""The output directory of a training run.
 
     config.yaml      the resolved configuration; --config reads it back
     metrics.jsonl    every log entry, one JSON object a line
@@ -170,7 +170,7 @@ class RunDirectory:
         return removed
 
     def _earlier_run(self, configuration: TrainingConfiguration) -> list[Path]:
-        """What ``overwrite`` removes of an earlier run."""
+        """The files of an earlier run that ``overwrite`` removes."""
         sources = (configuration.base.base, configuration.heads.start_from, *configuration.data.data)
         layouts = {self.heads: HEADS_LAYOUT, self.best: HEADS_LAYOUT, self.checkpoints: _CHECKPOINTS_LAYOUT}
         for directory, layout in layouts.items():
@@ -186,7 +186,7 @@ class RunDirectory:
         return [path for path in layouts if path.exists()] + files
 
     def _configuration(self) -> dict[str, Any]:
-        """What config.yaml says of the run; nothing where it is no configuration."""
+        """The config.yaml of the run; empty where it is no configuration."""
         try:
             read = read_yaml(self.config)
         except ValueError:
@@ -335,7 +335,7 @@ class RunDirectory:
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """What is wrong with the files of a checkpoint, in words."""
+    """The faults of a checkpoint's files, in words."""
     try:
         recorded = RunState(**read_json(checkpoint / _STATE_FILE)).files
     except (ValueError, TypeError) as error:

@@ -64,7 +64,7 @@ class _Schedule:
 
     @classmethod
     def of(cls, options: OptimisationOptions, steps_in_epoch: Callable[[int], int]) -> _Schedule:
-        """What ``options`` ask for, given how many steps each epoch, from 0, has."""
+        """The schedule by ``options``, given the number of steps of each epoch, from 0."""
         limits = [] if options.max_steps is None else [options.max_steps]
         if options.num_epochs is not None:
             limits.append(sum(steps_in_epoch(epoch) for epoch in range(options.num_epochs)))
@@ -77,7 +77,8 @@ class _Schedule:
         return min(1.0, max(of_steps, 0.0 if self.max_seconds is None else seconds / self.max_seconds))
 
     def learning_rate_factor(self, step: int, seconds: float) -> float:
-        """Of the peak, for the step after ``step`` ones: a linear rise times a cosine."""
+        """Fraction of the peak learning rate for the step after ``step`` ones: a linear rise times a
+        cosine."""
         rise = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
         fall = 0.5 * (1 + math.cos(math.pi * self.progress(step, seconds)))
         return rise * (self.final_fraction + (1 - self.final_fraction) * fall)
@@ -122,7 +123,7 @@ class Trainer:
         self.window = recipe.zero_metrics(accelerator.device)
         self.watch = _FiniteWatch(accelerator.device, options.learning_rate)
         self.gradient_norm = torch.zeros((), device=accelerator.device)
-        """Of the last step, before it was clipped."""
+        """Gradient norm of the last step, before clipping."""
 
     def train(self) -> dict[str, float]:
         """Train until a limit is reached and write the heads; returns the final metrics on the held-out

@@ -30,7 +30,8 @@ from medusa.training.data.dataset import Document, Documents
 _NUM_PACKED = 3
 """Documents of the row on which packing is tried."""
 MOST_TOKENS = 512
-"""Of each of them; a leak from one document into the next shows in its first tokens."""
+"""Largest number of tokens of each document; a leak from one document into the next shows in its first
+tokens."""
 
 
 class OnlineHiddenStates:

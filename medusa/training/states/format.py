@@ -69,7 +69,7 @@ class StatesDirectory:
 
     @property
     def num_bytes(self) -> int:
-        """Of all states."""
+        """Bytes of all states."""
         return int(self.first[-1]) * self.size * self.dtype.itemsize
 
     def path(self, shard: int) -> Path:
@@ -125,7 +125,7 @@ class StatesDirectory:
             save_file({"states": rows}, partial, metadata=metadata)
 
     def damage(self, shard: int) -> str | None:
-        """What is wrong with a shard, in words."""
+        """The fault of a shard, in words."""
         if not self.path(shard).exists():
             return "is not there"
         try:

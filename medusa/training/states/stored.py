@@ -185,7 +185,7 @@ class HiddenStateSource:
     these."""
     live: OnlineHiddenStates
     stored: Mapping[str, CachedHiddenStates] = field(default_factory=dict)
-    """Of the "training" and the "held-out" documents, where they are stored."""
+    """Stored states of the "training" and the "held-out" documents, if any."""
 
     @classmethod
     def of(cls, base: CausalLM) -> HiddenStateSource:
