@@ -88,7 +88,9 @@ def named_file(given: str | Path, suffix: str, what: str) -> Path:
         return shipped_files() / f"{given}{suffix}"
     nearest = difflib.get_close_matches(path.name.removesuffix(suffix), names, n=1)
     advice = f"did you mean {nearest[0]!r}?" if nearest else f"give a path, or one of {', '.join(names)}"
-    raise FileNotFoundError(f"{what} {str(given)!r} does not exist here, nor among those that ship; {advice}")
+    raise FileNotFoundError(
+        f"{what} {str(given)!r} does not exist here, nor among the shipped ones; {advice}"
+    )
 
 
 def shipped_heads() -> dict[str, Path]:
@@ -114,7 +116,7 @@ def heads_for(base_name: str | None) -> str:
     shipped = shipped_heads()
     if base_name is None or base_name not in shipped:
         raise ValueError(
-            f"heads={DEFAULT_HEADS!r} stands for those that ship with the base, which are there for "
+            f"heads={DEFAULT_HEADS!r} means the heads that ship with the base, which exist for "
             f"{', '.join(shipped)}, got base {base_name!r}; name a heads directory or a hub id"
         )
     return base_name

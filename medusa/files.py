@@ -308,7 +308,7 @@ def replaceable_files(directory: str | Path, layout: Layout, sources: Iterable[s
     for source in filter(os.path.exists, sources):
         if Path(source).resolve().is_relative_to(end):
             raise ValueError(
-                f"the output {str(target)!r} must not hold what is read for it, got {str(source)!r}, which "
+                f"the output {str(target)!r} must not contain its own inputs, got {str(source)!r}, which "
                 "overwriting would remove; choose another output directory"
             )
     if target.exists() and not target.is_dir():

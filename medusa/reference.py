@@ -81,7 +81,7 @@ def draft(
     tokens[0] = text[-1]
     for depth in range(1, tree.depth + 1):
         nodes = [node for node, path in enumerate(tree.paths) if len(path) == depth]
-        above = torch.stack([tokens[ancestors(tree, tree.parents[node])] for node in nodes])  # (M, depth)
+        above = torch.stack([tokens[tree.ancestors(tree.parents[node])] for node in nodes])  # (M, depth)
         states = hidden.expand(len(nodes), -1)  # (M, D)
         scores = heads.logits_of(depth - 1, states, lm_head(base), above)  # (M, V')
         if temperature > 0:
@@ -94,17 +94,12 @@ def draft(
     return tokens
 
 
-def ancestors(tree: CandidateTree, node: int) -> list[int]:
-    """The nodes from the root to ``node``, itself included."""
-    return [tree.paths.index(tree.paths[node][:depth]) for depth in range(len(tree.paths[node]) + 1)]
-
-
 def tree_mask(tree: CandidateTree, num_committed: int) -> Tensor:
     """Which slots each node sees, (N, S + N) bool: the text, its ancestors and itself."""
     mask = torch.zeros(tree.num_nodes, num_committed + tree.num_nodes, dtype=torch.bool)
     mask[:, :num_committed] = True
     for node in range(tree.num_nodes):
-        mask[node, [num_committed + each for each in ancestors(tree, node)]] = True
+        mask[node, [num_committed + each for each in tree.ancestors(node)]] = True
     return mask
 
 

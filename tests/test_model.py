@@ -659,7 +659,7 @@ class Images(LlamaForCausalLM):
 
 def test_inputs_that_would_be_ignored_are_refused():
     model = MedusaModel(Images(tiny_model("llama").config).eval())
-    with pytest.raises(ValueError, match="pixel_values not supported: medusa decodes from input_ids alone"):
+    with pytest.raises(ValueError, match="pixel_values not supported: medusa decodes only from input_ids"):
         model.generate(PROMPT, **GREEDY, pixel_values=torch.ones(1, 3))
 
 

@@ -49,7 +49,7 @@ class Acceptance:
 
 
 def accept_equal(draft_tokens: Tensor, chosen: Tensor, topology: TreeTopology) -> Acceptance:
-    """The exact rule: a node stays if it and all before it equal what the base chose at their parents.
+    """The exact rule: a node stays if it and all before it equal the base's choice at their parents.
 
     draft_tokens (B, N) long, chosen (B, N) long: the base's choice after each node, which depends only on the
     node's logits, the seed and the position. The deepest such node wins, and the base's choice there is the

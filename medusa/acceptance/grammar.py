@@ -207,7 +207,7 @@ class _Trial:
         return str(json.loads(answer))
 
     def _started(self) -> subprocess.Popen[bytes]:
-        # -I: neither the folder of the program nor the environment decides what is imported
+        # -I: neither the folder of the program nor the environment changes imports
         command = [sys.executable, "-I", grammar_trial.__file__]
         process = subprocess.Popen(
             command,

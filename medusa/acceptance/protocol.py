@@ -152,7 +152,7 @@ class VerificationRule:
             raise ValueError(f"acceptance={self.name!r} cannot verify {kind.value}: {reason}")
         if self.context_only_proposal and not context_only:
             raise ValueError(
-                f"acceptance={self.name!r} needs a drafter whose q depends on the text alone, because it "
+                f"acceptance={self.name!r} needs a drafter whose q depends only on the text, because it "
                 "reads q again at later steps; this drafter's q also depends on the step: "
                 "use acceptance='block'"
             )

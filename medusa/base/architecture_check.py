@@ -321,7 +321,7 @@ def check_is_model(base: object) -> None:
     elif hasattr(base, "get_base_model"):
         if getattr(getattr(base, "active_peft_config", None), "is_prompt_learning", False):
             advice = (
-                "its tuned prompt lies outside of the model's layers, and get_base_model() would lose it; "
+                "its tuned prompt is outside of the model's layers, and get_base_model() would lose it; "
                 "train an adapter of the layers, such as LoRA"
             )
         else:
@@ -367,6 +367,6 @@ def check_decodable(base: CausalLM, attends_here: bool = True) -> None:
     if getattr(config, "cross_attention_layers", None):
         raise ValueError(
             f"{name} has layers that attend to images (cross_attention_layers), and a tree is verified from "
-            "its tokens alone; use its own generate"
+            "only its tokens; use its own generate"
         )
     attention_windows(base)

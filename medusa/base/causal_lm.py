@@ -512,7 +512,7 @@ def check_positions(base: CausalLM, prompt_lengths: Sequence[int], max_new_token
     if window is not None and reached > window:
         raise ValueError(
             f"{given} must fit sliding_window={window} of {type(base).__name__}: its code attends to all "
-            "tokens and the cache of transformers keeps those of the window, so beyond it the text is not "
+            "tokens and the cache of transformers keeps the window, so beyond it the text is not "
             "defined; shorten the prompt or max_new_tokens"
         )
     switch = longrope_threshold(base)

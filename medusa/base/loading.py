@@ -1,6 +1,6 @@
 """Loading a base model by its name: a wrong name or a wrong kind of model is one sentence, at once.
 
-``transformers`` asks the hub for each file and retries; here the hub is asked once.
+``transformers`` asks the hub for each file and retries; here there is one request.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def find_base(source: str | Path | BaseSource, **kwargs: Any) -> BaseSource:
     if kind in MODEL_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
             f"base must be a causal language model, got {name!r}, a {kind.model_type} model; choose a "
-            "decoder-only one, such as those of Llama or Qwen"
+            "decoder-only one, such as Llama or Qwen"
         )
     return BaseSource(name, arguments, config)
 

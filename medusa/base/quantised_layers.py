@@ -6,8 +6,8 @@ draft tokens, which share a pass:
 - **Other rows.** LLM.int8 of bitsandbytes multiplies those columns in full precision in which any row of the
   pass has a large number, and layers with one scale for all activations round by the largest row. There the
   guesses are part of the result, in any precision.
-- **Less than float32.** Layers that round what they read, or compute in bfloat16, make a difference in the
-  last bits large. A base loaded in float32 is then only as exact as one in bfloat16.
+- **Less than float32.** Layers that round their input, or compute in bfloat16, make a difference in the last
+  bits large. A base loaded in float32 is then only as exact as one in bfloat16.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ KNOWN_LAYERS = (
 )
 """The cache layers of ``transformers`` that :class:`StatefulRow` replaces."""
 NO_LIMIT = (0.0, float("inf"))
-FROM_NOTHING = "reads several tokens at a time as if none stood before them"
+FROM_NOTHING = "reads several tokens at a time without the tokens before them"
 REFUSED_TYPES = {
     "falcon_mamba": FROM_NOTHING,
     "jamba": FROM_NOTHING,
@@ -83,7 +83,7 @@ def check_states(base: Any) -> None:
     unknown = sorted({type(layer).__name__ for layer in layers if type(layer) not in KNOWN_LAYERS})
     if unknown:
         raise ValueError(
-            f"{name} keeps what it has read in {', '.join(unknown)}, which medusa cannot copy and put back, "
+            f"{name} keeps its states in {', '.join(unknown)}, which medusa cannot copy and restore, "
             "so it cannot forget rejected tokens; use its own generate"
         )
     if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):

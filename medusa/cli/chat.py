@@ -43,7 +43,7 @@ from medusa.trees.candidate_tree import CandidateTree
 
 SLASH_COMMANDS = {
     "/reset": "forget the conversation and start afresh",
-    "/stats": "what this session's answers cost, and how often guesses were right, by depth",
+    "/stats": "statistics of this session's answers, and acceptance by depth",
     "/help": "this list",
     "/exit": "leave; so does Ctrl-D",
 }
@@ -53,7 +53,7 @@ ENDINGS = {
     "end": "",
     "max_new_tokens": "cut at --max-new-tokens",
     "context": "cut: the model's context is full, /reset starts afresh",
-    "interrupt": "stopped; what was said so far stays in the conversation",
+    "interrupt": "stopped; the text so far stays in the conversation",
 }
 # A model may write escape sequences; they are shown, not obeyed.
 VISIBLE_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}

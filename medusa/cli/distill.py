@@ -138,7 +138,7 @@ def _configuration(options: DistillOptions) -> dict[str, Any]:
 def check(options: DistillOptions) -> None:
     if bool(options.endpoint) != (options.model is not None):
         raise ValueError(
-            "--endpoint and --model go together: where the server is, and what it calls the model"
+            "--endpoint and --model go together: the server's address, and its name of the model"
         )
     for name, default in (("engine", "auto"), ("step", None)):
         if options.endpoint and (given := getattr(options, name)) != default:

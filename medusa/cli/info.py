@@ -131,7 +131,7 @@ def _in_words(name: str, value: Any) -> str:
             f"{width} at depth {d}" for d, width in enumerate(value["width_by_depth"], start=1)
         )
         nodes = counted(value["num_nodes"], "node")
-        return f"{nodes}, guesses looked at: {widths}" if widths else "1 node, the root token alone"
+        return f"{nodes}, guesses looked at: {widths}" if widths else "1 node, just the root token"
     if name == "tuned_trees":
         return _tuned_in_words(value)
     if name == "adapter":

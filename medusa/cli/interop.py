@@ -107,7 +107,7 @@ def import_foreign(options: ImportOptions) -> list[str]:
     if options.base_output is not None and not foreign.holds_base:
         raise ValueError(
             f"base_output goes with a Medusa-2 model, whose files hold base and heads; {options.source} "
-            "holds heads alone; leave --base-output out"
+            "holds only heads; leave --base-output out"
         )
     name = options.base or _base_of(directory, foreign)
     found = find_base(name, trust_remote_code=options.trust_remote_code)

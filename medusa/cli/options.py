@@ -39,7 +39,7 @@ EMBEDDED_PROMPTS = "demo_heldout"
 
 _ABOUT_CONFIG = (
     "Flags can also come from a YAML file, as `max_new_tokens: 64`: --config FILE.\n"
-    "The names that `medusa configs` lists stand for files that ship."
+    "Names from `medusa configs` can be used in place of paths."
 )
 
 T = TypeVar("T")

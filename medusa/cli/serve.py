@@ -23,7 +23,7 @@ def serve(options: ServeOptions) -> list[str]:
     address, keys = options.address, api_keys(options.access.api_key, os.environ)
     if not is_loopback(address.host) and not keys:
         log_console().print(
-            f"warning: listening on {address.host} without --api-key: whoever reaches this machine "
+            f"warning: listening on {address.host} without --api-key: everyone who reaches this machine "
             "may use the model",
             style="bold red",
             soft_wrap=True,

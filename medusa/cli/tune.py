@@ -48,9 +48,9 @@ Tables = Mapping[int, Sequence[TreeSize]]
 class TuneOptions(ProgramOptions):
     """Choose the tree for these heads on this machine, and write it into the heads directory.
 
-    Reads answers (the model's own to the prompts, or those in the file), counts which guesses of the heads
-    would have been right, builds the best tree of each size, times a decode step with each, and keeps the
-    size with the most tokens per second: for each of --batch-sizes by itself, filed under this device,
+    Reads answers (the model's own to the prompts, or the answers in the file), counts which guesses of the
+    heads would have been right, builds the best tree of each size, times a decode step with each, and keeps
+    the size with the most tokens per second: for each of --batch-sizes by itself, filed under this device,
     precision, engine and --step. Size 1 is plain decoding and takes part. A model loaded here then uses the
     tree of its batch size. Everywhere else the directory's default tree is used, which the tree of batch size
     1 replaces, unless the default was tuned elsewhere. With --num-nodes nothing is timed: the best tree of

@@ -3,9 +3,9 @@
 A drafted step takes longer than a plain one and gives more tokens. Whether that pays depends on the text:
 drafts of a translation are often wrong, drafts of a repetition often right, and one answer may hold both. So
 the time that drafting has saved is kept as a balance, in plain steps: a drafted step adds its tokens and
-takes away what it costs. When the balance has fallen by :data:`MAX_DEBT`, drafting stops, and now and then
-one drafted step probes whether it pays again; the interval grows while probes lose. So drafting costs at most
-its stake and its probes.
+subtracts its cost. When the balance has fallen by :data:`MAX_DEBT`, drafting stops, and now and then one
+drafted step probes whether it pays again; the interval grows while probes lose. So drafting costs at most its
+stake and its probes.
 
 The cost of a drafted step is learnt from neighbouring steps: where a plain step follows a drafted one, both
 are timed. Neighbours share the length of the text and the load of the machine, so their ratio is steadier

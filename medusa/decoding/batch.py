@@ -520,7 +520,7 @@ class Batch:
     def _drafter_for(
         self, num_rows: int, references: Sequence[References]
     ) -> tuple[Drafter, AdaptiveDrafting | None]:
-        kind = 1 << (num_rows - 1).bit_length(), bool(references)  # 9 and 16 rows share what is learnt
+        kind = 1 << (num_rows - 1).bit_length(), bool(references)  # 9 and 16 rows share a policy
         if kind not in self._drafters:
             self._drafters[kind] = self._make_drafter(*kind)
         return self._drafters[kind]

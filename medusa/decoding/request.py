@@ -154,7 +154,7 @@ def _check_supported(
             f"({', '.join(RULES)}), got {acceptance!r}"
         )
     asked = [name for name in UNAVAILABLE_OUTPUTS if getattr(config, name, False)]
-    if asked and config.return_dict_in_generate:  # transformers too reads them with it alone
+    if asked and config.return_dict_in_generate:  # transformers too reads them only with it
         raise ValueError(f"{', '.join(asked)} not available: a verified tree has no single row per step")
     cache = model_inputs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
@@ -167,7 +167,7 @@ def _check_supported(
         if isinstance(value, Tensor) and name not in POSITION_INPUTS and bool(value.any())
     ]
     if unread:
-        raise ValueError(f"{', '.join(unread)} not supported: medusa decodes from input_ids alone")
+        raise ValueError(f"{', '.join(unread)} not supported: medusa decodes only from input_ids")
 
 
 def _on_host(ids: Tensor, *others: Tensor | None) -> tuple[Any, ...]:

@@ -54,7 +54,7 @@ class DynamicDrafter(LevelDrafter):
     continuation with probability :data:`MATCH_WEIGHTS` [c], and else follows the heads' distribution: a
     mixture of two distributions (pointer-generator networks, arXiv 1704.04368, equation 9). So a token that
     both expect is one node, with a higher value than from either source, and the heads also predict the
-    tokens after those of the match. Below the deepest head only the match continues.
+    tokens after the match. Below the deepest head only the match continues.
 
     For rules that compare two distributions candidates are drawn in ``tree`` itself. With a suffix match they
     cannot be drawn, and such rules refuse it.

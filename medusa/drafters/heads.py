@@ -16,7 +16,7 @@ from medusa.drafters.protocol import Draft, DraftContext
 from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
 from medusa.heads.checkpoint import check_tree_fits
 from medusa.heads.medusa_heads import MedusaHeads
-from medusa.trees.candidate_tree import CandidateTree, RankPath
+from medusa.trees.candidate_tree import CandidateTree
 
 
 class HeadsDrafter(LevelDrafter):
@@ -43,7 +43,7 @@ class HeadsDrafter(LevelDrafter):
         super()._shape(tree)
         levels = self.levels if self.heads.config.reads_path else []
         self._ancestors = [
-            torch.tensor([_ancestors(tree, path) for path in tree.paths[level]], device=self._ranks.device)
+            torch.tensor([*map(tree.ancestors, range(level.start, level.stop))], device=self._ranks.device)
             for level in levels
         ]  # per level (M, level + 1): the nodes from the root to each node; for heads that read their path
 
@@ -102,11 +102,6 @@ class HeadsDrafter(LevelDrafter):
     @property
     def vocab_size(self) -> int:
         return self.heads.config.vocab_size
-
-
-def _ancestors(tree: CandidateTree, path: RankPath) -> list[int]:
-    """The nodes from the root to the node at ``path``, itself included."""
-    return [tree.paths.index(path[:depth]) for depth in range(len(path) + 1)]
 
 
 def drafter_of_heads(

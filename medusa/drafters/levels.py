@@ -47,7 +47,7 @@ class LevelDrafter(StatelessDrafter):
     def _shape(self, tree: CandidateTree) -> None:
         """Have all that follows from ``tree``, and nothing of earlier steps."""
         if tree.depth < 1:
-            raise ValueError("tree must be at least 1 deep, got the root alone; decode plainly instead")
+            raise ValueError("tree must be at least 1 deep, got only the root; decode plainly instead")
         self.tree = tree
         self._widths = tree.width_by_depth
         self.topology: TreeTopology = tree.topology(self._device)

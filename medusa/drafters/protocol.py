@@ -226,8 +226,8 @@ class PlainDrafter(StatelessDrafter):
 
 TOKEN_RULES = ("token ids of the base's vocabulary", "the root token in node 0 of every row")
 TOPOLOGY_RULES = (
-    "a topology whose parents stand before their children, the root its own parent",
-    "a topology whose depths are those of the parents plus one, and at most max_depth",
+    "a topology whose parents come before their children, the root its own parent",
+    "a topology whose depths are the parents' plus one, and at most max_depth",
     "a topology whose ancestors, lineage and is_chain follow from its parents, "
     "as TreeTopology.from_parents makes them",
 )

@@ -178,8 +178,8 @@ def longest_match(tokens: Tensor, lengths: Tensor, num_tokens: int) -> SuffixMat
     last = lengths[:, None] - 1
     padded = torch.nn.functional.pad(tokens, (MAX_MATCH - 1, 0), value=-1)
     agrees = padded.unfold(1, MAX_MATCH, 1) == padded.gather(1, last + newest)[:, None]  # (B, S, M)
-    # As a binary number with the last token in front, a longer match is a larger one; so is a later column
-    # behind it, which decides between equals.
+    # As a binary number with the last token in front, a longer match is a larger one; the column in the
+    # low bits breaks ties in favour of later ones.
     pattern = (agrees * (1 << newest)).sum(2)
     best = torch.where(columns < last, pattern << 32 | columns, 0).amax(1, keepdim=True)
     longer = (1 << MAX_MATCH) - (1 << newest)  # the least patterns of matches of M, M - 1, ... 1 tokens

@@ -9,7 +9,7 @@
                   output channel
     auto          packed where it applies, eager elsewhere       nothing                     as with eager
 
-``auto`` never changes what a model says, so it never quantises and never casts:
+``auto`` never changes a model's text, so it never quantises and never casts:
 
     the base is                                           auto runs it
     float32, wholly on a CPU, its weights plain           packed

@@ -266,7 +266,7 @@ def _parts(view: CausalLM) -> _Parts:
     if not all(entries[0]) or not _follow_each_other(calls):
         raise ValueError(
             f"the layers of {type(view).__name__} do not follow each other with keys and values of their "
-            "own, so they cannot be compiled apart; use step='general'"
+            "own, so they cannot be compiled separately; use step='general'"
         )
     config, name = view.config.get_text_config(decoder=True), view.config.model_type
     settings = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}

@@ -91,7 +91,7 @@ class EngineState:
                 raise ValueError(
                     "the base or the heads have changed since this answer or batch was begun (written to, "
                     "cast, moved, replaced, an adapter switched, set to training mode, or autocast was "
-                    "switched), and its keys and values are those of the old ones; ask again, or make a new "
+                    "switched), and its keys and values belong to the old ones; ask again, or make a new "
                     "batch with continuous_batch()"
                 )
 

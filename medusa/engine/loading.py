@@ -56,7 +56,7 @@ def load_for_engine(source: str | Path | BaseSource, engine: Engine, **kwargs: A
     engine has kernels for it, else as ``transformers`` loads it in float32.
 
     Args:
-        kwargs: as for :func:`medusa.base.loading.find_base`, but for those in :data:`PLACING`.
+        kwargs: as for :func:`medusa.base.loading.find_base`, except :data:`PLACING`.
 
     Raises:
         FileNotFoundError: as :func:`medusa.base.loading.find_base`.

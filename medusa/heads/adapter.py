@@ -90,7 +90,7 @@ def apply_adapter(base: CausalLM, adapter: Adapter) -> None:
         {name: each.shape for name, each in state.items()} for state in (expected, adapter.weights)
     )
     if differing := sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name)):
-        raise ValueError(f"the adapter's tensors are not those of its configuration: {differing[:4]} ...")
+        raise ValueError(f"the adapter's tensors do not fit its configuration: {differing[:4]} ...")
     peft.set_peft_model_state_dict(wrapped, dict(adapter.weights))
     base.requires_grad_(False).eval()
 

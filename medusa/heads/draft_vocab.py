@@ -1,4 +1,4 @@
-"""The draft vocabulary: the tokens that a drafting module scores, all of them or those in a map.
+"""The draft vocabulary: the tokens that a drafting module scores, all of them or a subset.
 
 Most text consists of few different tokens. A module that scores only those multiplies by fewer rows of the
 base's LM head, which is most of the cost of drafting (FR-Spec, arXiv 2502.14856). A token outside the map is

@@ -105,7 +105,7 @@ class MtpConfig:
         if others := set(getattr(text, "mtp_layer_types", None) or ()) - {"full_attention"}:
             raise ValueError(
                 f"the layers for multi-token prediction of {type(base).__name__} are of kind "
-                f"{', '.join(sorted(others))}, and medusa runs those with full attention; train heads for it"
+                f"{', '.join(sorted(others))}, and medusa runs only full attention; train heads for it"
             )
         return cls(
             hidden_size=hidden_size(base),

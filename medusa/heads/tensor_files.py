@@ -184,7 +184,7 @@ def _indexed_files(index: Path) -> dict[Path, list[str] | None]:
     for shard in dict.fromkeys(said.values()):
         if Path(shard).name != shard:
             raise ValueError(
-                f"{index} names the file {shard!r}, which must stand in the same directory; download it again"
+                f"{index} names the file {shard!r}, which must be in the same directory; download it again"
             )
         files[index.parent / shard] = [name for name, file in said.items() if file == shard]
     return files
@@ -232,7 +232,7 @@ def _read_pickle(path: Path, wanted: _Wanted) -> dict[str, Tensor]:
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise ValueError(
                 f"{path} must hold tensors by name, got {type(value).__name__} at {name!r}; save the "
-                "state_dict of the heads alone"
+                "state_dict of only the heads"
             )
     return {name: value for name, value in held.items() if wanted(name)}
 

@@ -176,7 +176,7 @@ def _changes(request: ToExport, head: Eagle3Head, rows: Tensor) -> list[str]:
     if _layers_named(head, request.base):
         layers = " ".join(map(str, head.aux_layers))
         changes.append(
-            f"the fused layers {layers} are not those that engines take by themselves, so {_LAYERS_KEY} "
+            f"the fused layers {layers} differ from the engines' default, so {_LAYERS_KEY} "
             "names them as vLLM reads it; SGLang adds 1 to each"
         )
     return changes
@@ -280,7 +280,7 @@ def _head_of(request: ReadRequest, config: Mapping[str, Any], notes: Sequence[st
     if nested.get("use_aux_hidden_state", True) is not True:
         raise ValueError(
             f"{path} says use_aux_hidden_state={nested['use_aux_hidden_state']!r}: such a head reads the "
-            "last state alone and is no EAGLE-3 head; use the engine that it is for"
+            "last state only and is no EAGLE-3 head; use the engine that it is for"
         )
     flags = {name: config.get(name, False) for name in _FLAGS}
     flags["norm_before_fc"] = bool(nested.get("norm_before_fc", flags["norm_before_fc"]))
@@ -379,7 +379,7 @@ def _layers_of(
         )
     notes: tuple[str, ...] = ()
     if request.fused_layers:
-        notes = ("the fused layers are those that were given",)
+        notes = ("the fused layers are the given ones",)
     elif not config.get(_LAYERS_KEY):
         notes = (
             f"{path.name} names layers in eagle_config, which vLLM takes for the states after so many layers "

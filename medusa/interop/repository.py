@@ -48,7 +48,7 @@ from medusa.interop.protocol import ToExport
 _CARD_FILE = "README.md"
 _CUSTOM_FILES = (f"{custom_generate.FOLDER}/generate.py", f"{custom_generate.FOLDER}/requirements.txt")
 REPOSITORY_LAYOUT = Layout(
-    "what an earlier push or dry run wrote",
+    "files of an earlier push or dry run",
     (*HEADS_FILES, *_CUSTOM_FILES, *(f"exports/*/{name}" for name in EXPORT_LAYOUT.files), _CARD_FILE),
     HEADS_LAYOUT.is_signed,
 )
@@ -279,14 +279,14 @@ def _what(facts: CardFacts) -> str:
         f"# {facts.repository.partition('/')[2]}",
         "",
         f"Heads that guess up to {heads.num_heads} tokens ahead for {base}: {size / 1e6:.1f} million "
-        "parameters. The base checks all guesses in one forward pass and keeps those that it would have "
-        "written itself, so in float32 the text is the base's own, token for token.",
+        "parameters. The base checks all guesses in one forward pass and keeps the guesses that it would "
+        "have written itself, so in float32 the text is the base's own, token for token.",
     ]
     if facts.checkpoint.adapter is not None:
         lines += [
             "",
-            "They were trained together with a LoRA adapter (`adapter/`): the text is that of the base with "
-            "the adapter, which is another model.",
+            "They were trained together with a LoRA adapter (`adapter/`): the text is the same as from the "
+            "base with the adapter, which is another model.",
         ]
     return "\n".join(lines)
 

@@ -240,7 +240,7 @@ def _plot_speed_ups(ax: Any, settings: Sequence[Mapping[str, Any]]) -> None:
     ax.set_xticks(range(len(settings)), [setting["label"].replace(", ", "\n") for setting in settings])
     ax.set_ylim(0, highest * (1.25 + 0.09 * -(-len(names) // 3)))
     ax.set_title("Speed: times plain decoding, and tokens per second")
-    ax.set_ylabel("tokens per second over those of plain decoding")
+    ax.set_ylabel("tokens per second relative to plain decoding")
     ax.legend(ncols=min(3, len(names)), loc="upper left", columnspacing=1.0, handlelength=1.0)
 
 

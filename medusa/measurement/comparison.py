@@ -236,7 +236,7 @@ def add_table(report: Report) -> None:
         columns,
         values["heads"],
         note="size: parameters. head d: its first guess is right. chain: tokens per step of first guesses "
-        f"alone, N: with so many nodes; ratio: N={sizes[-1]} over that of {values['against']}. draft, step: "
+        f"alone, N: number of nodes; ratio: N={sizes[-1]} over that of {values['against']}. draft, step: "
         f"ms of decoding with {values['step_nodes']} nodes; training: ms of an optimisation step, as "
         "recorded.",
     )

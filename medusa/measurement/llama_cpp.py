@@ -2,7 +2,7 @@
 
 It runs llama.cpp's own C interface through llama-cpp-python, with llama.cpp's own defaults: keys and values
 in half precision, flash attention where available, prompts in parts of 512 tokens. It gets the same token ids
-as all contenders and the same number of threads as torch, and its cache is cleared before each answer.
+as all systems and the same number of threads as torch, and its cache is cleared before each answer.
 """
 
 from __future__ import annotations

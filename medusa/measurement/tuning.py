@@ -178,7 +178,7 @@ def file_tuned(directory: str | Path, tuned: Sequence[TunedTree], origin: Mappin
         about_default = f"left as it was ({_nodes(default)}): {reason}"
     else:
         path = save_tree(directory, single.tree, merged(before.tuned, tuned), **origin)
-        about_default = f"now that of batch size 1 ({_nodes(single.tree)}; before, {_nodes(default)})"
+        about_default = f"now the tree of batch size 1 ({_nodes(single.tree)}; before, {_nodes(default)})"
     entries = [f"{_nodes(entry.tree)} for {entry.in_words()}" for entry in tuned]
     others = len(merged(before.tuned, tuned)) - len(tuned)
     return [
@@ -246,7 +246,7 @@ def plot_tuning(tables: Mapping[str, Mapping[str, Any]], path: Path, title: str)
             note = f"{counted(nodes[best], 'node')}, {speed[best]:.2f}x"
             text = right.annotate(note, (nodes[best], speed[best]), (0, 10), **beside(GREEN, ha="center"))
             text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.8})
-        left.set_title("What a larger tree gives and costs")
+        left.set_title("Gain and cost of larger trees")
         left.set_ylabel("relative to plain decoding")
         right.set_title("Expected tokens per second; green: chosen")
         right.set_ylabel("relative to plain decoding")

@@ -174,7 +174,7 @@ def refusal_of_host(given: str, own_address: str, allowed: Collection[str]) -> R
     if _normal(name) in map(_normal, (own_address, *allowed)):
         return None
     return RequestError(
-        f"this server does not answer to the host {name[:200]!r}; whoever runs it may add --allowed-host",
+        f"this server does not answer to the host {name[:200]!r}; its operator may add --allowed-host",
         403,
         code="host_not_allowed",
     )
@@ -186,7 +186,7 @@ def refusal_of_origin(given: str, host: str, allowed: Collection[str]) -> Reques
     if origin.partition("://")[2] == host.lower() or "*" in allowed or origin in allowed:
         return None
     return RequestError(
-        f"pages of {given[:200]!r} may not ask this server; whoever runs it may add --cors-origin",
+        f"pages of {given[:200]!r} may not ask this server; its operator may add --cors-origin",
         403,
         code="origin_not_allowed",
     )

@@ -41,7 +41,7 @@ class _BatchCollector(Collector):
         histogram = list(drafted.statistics.accepted_histogram)
         counters = {
             "prefix_cache_cut": (
-                "Texts of which the leading part alone was kept, or nothing, for want of memory",
+                "Texts that were cut or dropped for lack of memory",
                 sum(batch.prefixes.num_cut for batch in batches),
             ),
             "spec_decode_num_drafts": (
@@ -83,7 +83,7 @@ class ServerMetrics:
         )
         self._between = Histogram(
             f"{PREFIX}inter_token_latency_seconds",
-            "Between tokens; those of one step share its time evenly",
+            "Between tokens; tokens of one step share its time evenly",
             buckets=SECONDS,
             registry=self.registry,
         )

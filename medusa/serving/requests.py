@@ -338,7 +338,7 @@ class SharedFields(Body):
                 "structured_outputs and response_format both say a form; leave one out",
             )
         if self.ignore_eos and self.is_formed:
-            return "ignore_eos", "ignore_eos goes on behind the end that a form has; leave it out"
+            return "ignore_eos", "ignore_eos continues after the end of the structured output; leave it out"
         return None
 
 

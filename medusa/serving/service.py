@@ -69,7 +69,7 @@ PLAIN_ROWS = 4
 
 def overloaded() -> RequestError:
     """The error without free capacity."""
-    text = "the server is busy: as many requests wait as may; try again later"
+    text = "the server is busy: the queue is full; try again later"
     return RequestError(text, 503, code="overloaded", retry_after=RETRY_AFTER)
 
 

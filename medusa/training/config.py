@@ -341,12 +341,12 @@ class TrainingConfiguration:
             (
                 self.heads.head_kind == "mtp" and self.heads.fused_layers is not None,
                 f"fused_layers goes with head_kind=medusa or eagle3, got {self.heads.fused_layers!r} with "
-                "mtp, which reads the last states alone; leave it out",
+                "mtp, which reads only the last states; leave it out",
             ),
             (
                 joint and self.optimisation.cache_hidden_states,
-                "cache_hidden_states and joint exclude each other, got both: stored states are those of a "
-                "base that stays as it is, and the adapter changes them; leave cache_hidden_states out",
+                "cache_hidden_states and joint exclude each other, got both: stored states belong to a "
+                "base that does not change, and the adapter changes it; leave cache_hidden_states out",
             ),
             (
                 joint and base_placement != "each",

@@ -94,6 +94,11 @@ class CandidateTree:
             widths[len(path) - 1] = max(widths[len(path) - 1], path[-1] + 1)
         return tuple(widths)
 
+    def ancestors(self, node: int) -> list[int]:
+        """The nodes from the root to ``node``, itself included."""
+        path = self.paths[node]
+        return [self.paths.index(path[:depth]) for depth in range(len(path) + 1)]
+
     @cached_property
     def parents(self) -> tuple[int, ...]:
         """Index of each node's parent; the root is its own parent."""

@@ -64,7 +64,7 @@ REFUSED = {
     ),
     "recurrent": (
         lambda: MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1)),
-        "MambaForCausalLM reads several tokens at a time as if none stood before them",
+        "MambaForCausalLM reads several tokens at a time without the tokens before them",
     ),
     "a state in its modules": (
         lambda: tiny_stateful_model("recurrent_gemma"),
@@ -76,7 +76,7 @@ REFUSED = {
     ),
     "a state in cache layers of its own": (
         lambda: tiny_stateful_model("qwen4_exp_text"),
-        "Qwen4ExpForCausalLM keeps what it has read in DynamicIndexedLayer, which medusa cannot copy",
+        "Qwen4ExpForCausalLM keeps its states in DynamicIndexedLayer, which medusa cannot copy",
     ),
     "another rule for one token": (
         lambda: tiny_stateful_model("zamba2"),

@@ -63,7 +63,7 @@ def test_tune_tree_files_a_tree_for_each_batch_size_under_this_place(setting, ca
     assert loaded.tuned[2].tree.num_nodes == report["by_batch_size"]["3"]["chosen"]
     assert loaded.tuned[2].runtime == Runtime(report["device"], "float32", "eager")
     assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
-    assert "default tree: now that of batch size 1" in said
+    assert "default tree: now the tree of batch size 1" in said
     assert {entry.step for entry in loaded.tuned} == {"general"}
     save_tree(heads, CandidateTree.chain(1), loaded.tuned, **loaded.tree_origin)
     report, _, said = reported(capsys, "tune", *own, "--batch-sizes", "2", "--step", "static")

@@ -241,9 +241,9 @@ def test_a_write_that_fails_leaves_what_was_there(base, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ("run/heads", "must not hold what is read for it, got"),
-        ("run", "must not hold what is read for it, got"),
-        ("link", "must not hold what is read for it, got"),
+        ("run/heads", "must not contain its own inputs, got"),
+        ("run", "must not contain its own inputs, got"),
+        ("link", "must not contain its own inputs, got"),
         ("other", r"overwriting replaces only an export, and .* holds something else \(provenance.json\)"),
         ("model", r"overwriting replaces only an export, .* \(config.json, model.safetensors\)"),
         ("file", "is a file, and overwriting replaces only an export"),

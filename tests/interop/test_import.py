@@ -352,7 +352,7 @@ def test_a_base_of_ones_own_and_the_source_are_never_replaced(base, tmp_path, ca
     for output in (directory, tmp_path, base):
         before = {path: path.read_bytes() for path in Path(output).rglob("*") if path.is_file()}
         assert main(["import", str(directory), "--output", str(output), "--base", base, "--overwrite"]) == 1
-        assert re.search("must not hold what is read for it, got|replaces only", capsys.readouterr().err)
+        assert re.search("must not contain its own inputs, got|replaces only", capsys.readouterr().err)
         assert {path: path.read_bytes() for path in before} == before
 
 

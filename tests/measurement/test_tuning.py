@@ -138,7 +138,7 @@ def test_the_tree_of_batch_size_1_replaces_a_default_that_nobody_timed(heads):
     assert (loaded.tree, loaded.tuned, loaded.tree_origin) == (CHAIN(1), tuple(tuned), TIMED_HERE)
     assert "2 nodes for batch size 1 on this processor, float32, packed, general steps" in said[0]
     assert "the root alone for batch size 4" in said[0]
-    assert said[1] == "default tree: now that of batch size 1 (2 nodes; before, 13 nodes)"
+    assert said[1] == "default tree: now the tree of batch size 1 (2 nodes; before, 13 nodes)"
 
 
 def test_without_batch_size_1_the_default_tree_stays_with_its_origin(heads):

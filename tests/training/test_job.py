@@ -239,7 +239,7 @@ def test_overwriting_removes_no_file_of_a_stranger(train, tmp_path, stranger):
 def test_overwriting_keeps_the_heads_that_the_run_starts_from(train):
     run = train()
     before = contents(run.path)
-    with pytest.raises(ValueError, match=r"heads' must not hold what is read for it, got .*heads"):
+    with pytest.raises(ValueError, match=r"heads' must not contain its own inputs, got .*heads"):
         train(overwrite=True, start_from=str(run.heads))
     assert contents(run.path) == before
 

@@ -199,7 +199,7 @@ def test_packing_on_a_base_that_lets_documents_see_each_other_is_refused(name):
     torch.manual_seed(0)
     base = LEAKING[name]().eval()
     check_packing(OnlineHiddenStates(base), documents_of(), DataOptions(data=["x"], packing=False))
-    with pytest.raises(ValueError, match=r"packing must keep documents apart.*--packing false"):
+    with pytest.raises(ValueError, match=r"packing must separate documents.*--packing false"):
         check_packing(OnlineHiddenStates(base), documents_of(), DataOptions(data=["x"], packing=True))
 
 

@@ -438,7 +438,7 @@ def test_there_must_be_something_to_resume(tmp_path, rows):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("data", "the data is not what it was when the run in"),
+        ("data", "the data has changed since the run in"),
         ("processes", "holds a run of 1 processes, this one has 2"),
         ("sharding", "holds a run under NO, this one is under FSDP"),
     ],

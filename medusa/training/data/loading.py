@@ -229,7 +229,7 @@ _CLOSING = re.compile(r"</[\w:|]*(?:think|reason)\w*>|\[/THINK\]", re.IGNORECASE
 def tokenise(tokenizer: Any, texts: Iterable[RenderedText], batch_size: int = 512) -> Iterator[Document]:
     """One document per text, tokenised as a whole, in order.
 
-    A token is a label when all of it lies in a range that the model wrote.
+    A token is a label when all of it is in a range that the model wrote.
 
     Raises:
         ValueError: the tokenizer cannot say which characters a token covers.
@@ -461,8 +461,8 @@ def _data_options(label: str, provenance: Mapping[str, Any]) -> DataOptions:
     configuration = provenance.get("configuration", {})
     if "data" not in configuration:
         raise ValueError(
-            f"the heads {label!r} do not say what they were trained on (provenance.json), so what they held "
-            "out is not known; give --prompts instead of --held-out"
+            f"the heads {label!r} do not record their training data (provenance.json), so the documents that "
+            "they held out are unknown; give --prompts instead of --held-out"
         )
     names = [field.name for field in dataclasses.fields(DataOptions)]
     return DataOptions(**{name: configuration[name] for name in names if name in configuration})

@@ -8,13 +8,12 @@ names, a directory of files or a hub data set id. A row is one of
     {"instruction": "...", "input": "...", "output": "..."}
     {"text": "..."}
 
-with other keys beside it left alone, but for these: ``finish_reason``, of which "length" says that the last
-answer was cut, so nothing may be learned from where it ends; ``tools`` and ``chat_template_kwargs``, which
-the chat template gets; ``system``, which comes before the messages; and beside an instruction ``history``,
-pairs of a question and an answer, and the keys of a message. Messages are read by
-:mod:`medusa.conversations`: ``reasoning_content`` and ``tool_calls`` are the model's own words, ``train`` and
-``weight`` take a message out of what is trained on. A row that cannot be read is an error that names file and
-row; rows count from 1.
+and other keys are ignored, except: ``finish_reason``, where "length" means that the last answer was cut, so
+nothing may be learned from its end; ``tools`` and ``chat_template_kwargs``, which the chat template gets;
+``system``, which comes before the messages; and beside an instruction ``history``, pairs of a question and an
+answer, and the keys of a message. Messages are read by :mod:`medusa.conversations`: ``reasoning_content`` and
+``tool_calls`` are the model's own words, ``train`` and ``weight`` exclude a message from training. A row that
+cannot be read is an error that names file and row; rows count from 1.
 """
 
 from __future__ import annotations

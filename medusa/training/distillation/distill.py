@@ -8,7 +8,7 @@ The answers are append-only JSON lines, safe to kill at any moment:
 
     {"index": 3, "category": "qa", "messages": [...], "temperature": 0.8, "finish_reason": "stop"}
 
-``index`` counts the prompts from 0, so a later run knows what is done. Beside ``data.jsonl``,
+``index`` counts the prompts from 0, so a later run knows which are done. Beside ``data.jsonl``,
 ``data.config.json`` has the configuration of the answers: a file never mixes two configurations.
 """
 

@@ -90,8 +90,8 @@ class HeadsLoss(nn.Module):
         """The weighted loss, a scalar, and its sums.
 
         Args:
-            states: rows of states that ``alignment`` counts row by row, or the states alone,
-                (P, (1 + L) * D); gradients reach them when they want them.
+            states: rows of states that ``alignment`` counts row by row, or just the states, (P, (1 + L) * D);
+                gradients reach them when they want them.
             lm_head: the base's; never trained here.
             num_scored: (K,) targets of the whole optimisation step, all micro-batches and processes.
             teacher: needed by every objective but "ce".

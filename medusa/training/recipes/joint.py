@@ -68,7 +68,7 @@ class JointRecipe(Recipe):
         options = self.configuration.joint
         return (
             f"{super().describe(training)}, and a LoRA adapter of {self.trained_adapter.num_parameters:,} "
-            f"parameters; heads alone for {options.joint_warmup_fraction:.0%} of the run, heads_weight "
+            f"parameters; only heads for {options.joint_warmup_fraction:.0%} of the run, heads_weight "
             f"{options.lambda_0:g}"
         )
 

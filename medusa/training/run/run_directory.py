@@ -288,7 +288,7 @@ class RunDirectory:
             raise ValueError(f"{self.path} holds a run of {before} processes, this one has {after}, {advice}")
         if state.documents != now.documents:
             raise ValueError(
-                f"the data is not what it was when the run in {self.path} began, so its batches would be "
+                f"the data has changed since the run in {self.path} began, so its batches would be "
                 "others; bring the data back, or start anew with --overwrite"
             )
         for key, value in now.remedies.items():

@@ -230,7 +230,7 @@ def check_causal(live: OnlineHiddenStates, name: str) -> None:
     if (first - second).abs().max() > rounding:
         raise ValueError(
             f"base must be a causal language model, got {name!r}, a {type(live.base).__name__} whose states "
-            "depend on tokens behind them; choose a decoder-only one"
+            "depend on later tokens; choose a decoder-only one"
         )
 
 
@@ -265,7 +265,7 @@ def check_packing(live: OnlineHiddenStates, documents: Documents, options: DataO
     name, switch = type(live.base).__name__, longrope_threshold(live.base)
     if keeps_state(live.base):
         raise ValueError(
-            f"packing must keep documents apart, and {name} keeps a state, which goes on from a document of "
+            f"packing must separate documents, and {name} keeps a state, which goes on from a document of "
             "a row to the next; pass --packing false"
         )
     if switch is not None and options.max_length > switch:
@@ -288,7 +288,7 @@ def check_packing(live: OnlineHiddenStates, documents: Documents, options: DataO
     allowed = 1e-3 if packed.dtype in (torch.float32, torch.float64) else 0.1
     if distance > allowed:
         raise ValueError(
-            f"packing must keep documents apart, and {name} lets a document see those before it "
+            f"packing must separate documents, and {name} lets a document see those before it "
             f"in its row: packed, its states are {distance:.1%} away from those it has alone; pass "
             "--packing false"
         )

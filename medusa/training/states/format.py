@@ -1,6 +1,6 @@
 """The states format: hidden states of a base model, in the shards of one directory.
 
-    manifest.json          what the states are of: base and fingerprint, layers and types, where shards end
+    manifest.json          source of the states: base and fingerprint, layers and types, where shards end
     documents.safetensors  "tokens" (T,) int32, "is_label" and "is_needed" (T,) bool, "starts" (n + 1,) long
     00000.safetensors      "states": (P, (1 + L) * D) of the needed positions of some documents, in order
     00001.safetensors      ...
@@ -134,7 +134,7 @@ class StatesDirectory:
         except SafetensorError as error:
             return f"is cut short or damaged ({error})"
         if metadata.get("manifest") != self._digest:
-            return "belongs to other states than those of manifest.json"
+            return "belongs to other states than manifest.json"
         if metadata.get("last_state") != "normed":
             return "has states from before the base's final norm, which are not read any more"
         return None if metadata.get("sha256") == _checksum(states) else "has other bytes than were written"

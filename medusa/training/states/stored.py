@@ -123,7 +123,7 @@ class CachedHiddenStates(StatesDirectory):
             left.unlink()
         missing = self.missing()
         if not missing:
-            line.say(f"hidden states in {self.directory} are those of this run")
+            line.say(f"hidden states in {self.directory} belong to this run")
             return missing
         size = sum(self.num_states(shard) for shard in missing) * self.size * self.dtype.itemsize
         room = shutil.disk_usage(self.directory).free
