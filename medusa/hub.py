@@ -53,9 +53,10 @@ def hub_directory(
     Where the hub cannot be reached, a copy in the cache will do.
 
     Args:
-        files: patterns of the repository's files to download. what: the kind of the directory, for messages.
-        advice: the next step without either, for messages. token, cache_dir, local_files_only: as in
-        ``huggingface_hub.snapshot_download``.
+        files: patterns of the repository's files to download.
+        what: the kind of the directory, for messages.
+        advice: the next step without either, for messages.
+        token, cache_dir, local_files_only: as in ``huggingface_hub.snapshot_download``.
 
     Raises:
         FileNotFoundError: there is neither.

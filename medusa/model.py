@@ -263,10 +263,10 @@ class MedusaModel:
         Its model is loaded here, so make it once for many calls. It serves one call at a time.
 
         Args:
-            name: as for :meth:`generate`: "draft-model", "early-exit+suffix", ... tree: the tree to fill; by
-            default one of the length and width below, or for heads the model's. draft_length: draft tokens of
-            a chain; None is the drafter's default. draft_width: number of independent draft chains, for rules
-            that take a tree.
+            name: as for :meth:`generate`: "draft-model", "early-exit+suffix", ...
+            tree: the tree to fill; by default one of the length and width below, or for heads the model's.
+            draft_length: draft tokens of a chain; None is the drafter's default.
+            draft_width: number of independent draft chains, for rules that take a tree.
             draft_model: for "draft-model": a smaller model with the base's tokens, a directory, a hub id or a
                 model.
             exit_layer: for "early-exit": how many layers of the base it runs.
@@ -396,8 +396,9 @@ class MedusaModel:
         The drafter and its tree follow the number of rows, and guessing pauses where it does not pay.
 
         Args:
-            limits: the limits of the batch. plain: draft nothing; the tokens are the same. step: "general",
-            or "compiled" with engine "packed" or "int8".
+            limits: the limits of the batch.
+            plain: draft nothing; the tokens are the same.
+            step: "general", or "compiled" with engine "packed" or "int8".
 
         Raises:
             ValueError: steps of this kind have one shape for a whole answer.

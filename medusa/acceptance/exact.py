@@ -78,9 +78,10 @@ def accept_by_walking(
     at each depth.
 
     Args:
-        draft_tokens: (B, N) long. choose_after: the base's choice in some rows after one node of each, all at
-        one depth. has_ended: whether a row ends with its last chosen token. in_lockstep: whether all rows
-        that have not ended stop where one of them does.
+        draft_tokens: (B, N) long.
+        choose_after: the base's choice in some rows after one node of each, all at one depth.
+        has_ended: whether a row ends with its last chosen token.
+        in_lockstep: whether all rows that have not ended stop where one of them does.
     """
     tokens, parents = draft_tokens.tolist(), topology.parents.expand_as(draft_tokens).tolist()
     standing: list[list[int]] = [[0] for _ in tokens]  # the nodes of the text so far: siblings may be equal

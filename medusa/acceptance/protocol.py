@@ -14,14 +14,15 @@ is a pure tensor function over a batch of rows; it knows nothing of models, cach
                                   A row of zeros says "nothing was drafted here": short drafts need no mask
                                   (``greedy_block`` needs drafts of full length). Nodes of equal text, as
                                   independent chains have, must have equal p and equal q
-    noise.uniform   (B, N)        one number of [0, 1) a node, the coin of that node noise.gumbel    (B, V)
-    draws the next token from what is left of p state                         the previous step's
-    verdict.state; None at the start, and None for ever
+    noise.uniform   (B, N)        one number of [0, 1) a node, the coin of that node
+    noise.gumbel    (B, V)        draws the next token from p or its residual
+    state                         the previous step's verdict.state; None at the start, and always
                                   with every rule but ``greedy_block``
 
-    verdict.best          (B,) long   the deepest accepted node verdict.num_accepted  (B,) long   its depth:
-    accepted draft tokens, the root not counted verdict.next_token    (B,) long   already drawn from p or its
-    residual. Never sample again verdict.residual      (B, V)      the distribution it was drawn from
+    verdict.best          (B,) long   the deepest accepted node
+    verdict.num_accepted  (B,) long   its depth: accepted draft tokens, the root not counted
+    verdict.next_token    (B,) long   already drawn from p or its residual. Never sample again
+    verdict.residual      (B, V)      the distribution it was drawn from
     verdict.acceptance    (B, N)      the probability each coin was compared with; NaN for an unused coin
     verdict.state                     pass it to the next step
 

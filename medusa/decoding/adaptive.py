@@ -149,8 +149,8 @@ class AdaptiveDrafting:
     """Whether the next step drafts, in one request.
 
     Args:
-        cost: measured costs, shared between requests and updated by this one. fallback: a drafter of
-        negligible cost that drafts during a pause, where it finds anything.
+        cost: measured costs, shared between requests and updated by this one.
+        fallback: a drafter of negligible cost that drafts during a pause, where it finds anything.
     """
 
     def __init__(self, cost: DraftCost, fallback: Drafter | None = None):

@@ -191,9 +191,10 @@ class Batch:
         staleness_check: raises ValueError where base or heads have changed since the batch was made. Called
             with True for each new request, with False once a turn.
         is_streamed: whether a single request hands out each token at once; otherwise the weights are checked
-        at its end. static: runs steps of fixed shape in place of the general ones, for a single request.
-        needs_features: whether drafters read the hidden states of the whole text. max_nodes: the largest
-        number of nodes of a draft.
+            at its end.
+        static: runs steps of fixed shape in place of the general ones, for a single request.
+        needs_features: whether drafters read the hidden states of the whole text.
+        max_nodes: the largest number of nodes of a draft.
     """
 
     def __init__(

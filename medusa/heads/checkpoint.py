@@ -177,8 +177,8 @@ def load_heads(
     Weights are returned in float32, in whatever type they were written.
 
     Args:
-        base_name: the name of the base, for ``source="default"``: the heads that ship for it. hub: ``token``,
-        ``cache_dir`` and ``local_files_only``, as in ``from_pretrained`` of ``transformers``.
+        base_name: the name of the base, for ``source="default"``: the heads that ship for it.
+        hub: ``token``, ``cache_dir`` and ``local_files_only``, as in ``from_pretrained`` of ``transformers``.
 
     Raises:
         FileNotFoundError: no such directory, or it is not a heads directory.

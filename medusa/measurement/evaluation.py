@@ -76,8 +76,8 @@ def made_by(model: MedusaModel, source: str, answers: Mapping[str, Any]) -> dict
     """The settings and heads of an evaluation, for its report: ``made``.
 
     Args:
-        source: the name of the heads; their files are read again. answers: ``temperature``,
-        ``max_new_tokens``, ``seed`` and ``drafter``.
+        source: the name of the heads; their files are read again.
+        answers: ``temperature``, ``max_new_tokens``, ``seed`` and ``drafter``.
     """
     program, *words = sys.orig_argv
     runtime = model.runtime

@@ -43,9 +43,9 @@ def take_turns(
     A round is one question for all systems; the order changes from round to round.
 
     Args:
-        num_warm_ups: rounds at the beginning whose results are left out. seconds: time after which no new
-        round begins; there is always one. label: the name of the job in the progress line; None shows
-        nothing.
+        num_warm_ups: rounds at the beginning whose results are left out.
+        seconds: time after which no new round begins; there is always one.
+        label: the name of the job in the progress line; None shows nothing.
     """
     results: list[Result] = []
     rounds = [*product(range(repeats), range(num_questions))]

@@ -162,8 +162,8 @@ def refusal_of_host(given: str, own_address: str, allowed: Collection[str]) -> R
     """The refusal of a request with the ``Host`` header ``given``; None where it is allowed.
 
     Args:
-        own_address: the address of the connection's local end. allowed: names and addresses, in addition to
-        that one and the loopback.
+        own_address: the address of the connection's local end.
+        allowed: names and addresses, in addition to that one and the loopback.
     """
     found = HOST.fullmatch(given)
     name = (found[1] or found[2] or "") if found else given

@@ -54,9 +54,10 @@ class OutputParser:
     """Text in, parts out.
 
     Args:
-        output_format: the syntax of the model. tools: the offered functions, by name; no others are called.
-        most: largest number of calls; everything after them is dropped. in_reasoning: the prompt has opened
-        the reasoning.
+        output_format: the syntax of the model.
+        tools: the offered functions, by name; no others are called.
+        most: largest number of calls; everything after them is dropped.
+        in_reasoning: the prompt has opened the reasoning.
     """
 
     def __init__(

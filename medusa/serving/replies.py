@@ -33,8 +33,10 @@ class Replies:
     """The objects of one reply; its chunks share an id.
 
     Args:
-        asked: the request. tokenizer: names the tokens in log-probabilities. reader_of: makes the parser of
-        one answer to a chat. echoed: the prompt that precedes each completion with ``echo``.
+        asked: the request.
+        tokenizer: names the tokens in log-probabilities.
+        reader_of: makes the parser of one answer to a chat.
+        echoed: the prompt that precedes each completion with ``echo``.
     """
 
     def __init__(

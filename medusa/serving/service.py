@@ -87,8 +87,8 @@ class Service:
     """Answers requests with one model. Requests that cannot be served raise a :class:`RequestError`.
 
     Args:
-        template_options: default chat template options. num_owners: clients with a key of their own, among
-        whom the suffix cache is divided.
+        template_options: default chat template options.
+        num_owners: clients with a key of their own, among whom the suffix cache is divided.
 
     Raises:
         ValueError: the model has no tokenizer, or its steps cannot be shared.

@@ -1,9 +1,11 @@
 """Many tokenised documents in flat arrays, so that millions of them cost their tokens and little more, in
 memory or on the disk: made once by one process, in little memory, and mapped by all.
 
-    training/       tokens.int32 (T,) and is_label.bool (T,), raw; starts.npy (n + 1,) long held-out/ the same
-    template.json   the chat template options counts.json     counts of the rows checksums.json the SHA-256 of
-    each of these files; written last
+    training/       tokens.int32 (T,) and is_label.bool (T,), raw; starts.npy (n + 1,) long
+    held-out/       the same
+    template.json   the chat template options
+    counts.json     counts of the rows
+    checksums.json  the SHA-256 of each of these files; written last
 
 The directory's name is a digest of all inputs: the data files, how they are cut and filtered, the tokenizer
 and its chat template, and the version of medusa that made them.

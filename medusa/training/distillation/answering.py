@@ -61,9 +61,10 @@ class ChatEndpoint:
     """A server that speaks ``POST {url}/chat/completions``. Safe to call from several threads.
 
     Args:
-        url: up to and including the version, for example ``http://localhost:8000/v1``. model: the server's
-        name of the model. api_key: sent as a bearer token; by default the environment's OPENAI_API_KEY, if
-        set. say: called with a message when the server asks for a longer wait.
+        url: up to and including the version, for example ``http://localhost:8000/v1``.
+        model: the server's name of the model.
+        api_key: sent as a bearer token; by default the environment's OPENAI_API_KEY, if set.
+        say: called with a message when the server asks for a longer wait.
     """
 
     def __init__(
@@ -104,8 +105,8 @@ class ChatEndpoint:
         Raises:
             Refusal: the server refuses this request (HTTP 4xx), for example as too long, or returns invalid
                 answers :data:`MAX_ATTEMPTS` times.
-            PermissionError: the server refuses the client, or has no such model. ConnectionError: no answer
-            after this number of tries.
+            PermissionError: the server refuses the client, or has no such model.
+            ConnectionError: no answer after this number of tries.
         """
         options = dict(template_options or {})
         request = {

@@ -276,9 +276,9 @@ class _JointLoss(nn.Module):
         """The loss, a scalar, and its sums; gradients reach the heads, and in the second stage the adapter.
 
         Args:
-            alignment: its sources count the B * T positions of ``batch`` row by row. lm_head: the base's;
-            never trained here. num_scored: (K + 1,) targets of the whole optimisation step, the base's own
-            row first.
+            alignment: its sources count the B * T positions of ``batch`` row by row.
+            lm_head: the base's; never trained here.
+            num_scored: (K + 1,) targets of the whole optimisation step, the base's own row first.
             teacher: needed by every objective of the heads but "ce". The adapted base is the heads' teacher:
                 they have to predict its text.
         """
