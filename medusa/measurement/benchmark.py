@@ -293,9 +293,7 @@ def _same_as(expected: Mapping[Any, Tokens], given: Mapping[Any, Tokens]) -> dic
     }
 
 
-def paired_ratio(
-    answers: Sequence[Answer], baseline: Sequence[Answer], resamples: int = 4000
-) -> dict[str, Any]:
+def paired_ratio(answers: Sequence[Answer], baseline: Sequence[Answer]) -> dict[str, Any]:
     """The ratio of tokens per step of ``answers`` and ``baseline``, with a 95 % confidence interval.
 
     Both answered the same prompts with the same seeds. The interval is a percentile bootstrap over prompts: a
@@ -316,7 +314,7 @@ def paired_ratio(
         raise ValueError(
             "every answer ended with its first token, so no step can be compared; give other prompts"
         )
-    ratio = tokens_per_step_ratio(counts, resamples)
+    ratio = tokens_per_step_ratio(counts)
     return {"num_prompts": len(counts), **ratio, "num_answers": len(tokens_by_prompt(answers))}
 
 

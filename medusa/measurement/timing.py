@@ -181,11 +181,11 @@ Ratio = dict[str, float | None]
 """``ratio`` and the ends of its 95 % interval, ``low`` and ``high``: None with a single sample."""
 
 
-def with_interval(
-    samples: np.ndarray,
-    statistic: Callable[[np.ndarray], np.ndarray],
-    resamples: int = 4000,
-) -> Ratio:
+NUM_RESAMPLES = 4000
+"""Resamples of the bootstrap."""
+
+
+def with_interval(samples: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> Ratio:
     """``statistic`` of ``samples`` with a 95 % interval: a percentile bootstrap over samples.
 
     ``samples`` (P, C): C numbers for each of P questions. ``statistic`` maps (..., P, C) to (...).
@@ -193,19 +193,19 @@ def with_interval(
     value = float(statistic(samples))
     if len(samples) < 2:
         return {"ratio": value, "low": None, "high": None}
-    drawn = np.random.default_rng(0).integers(len(samples), size=(resamples, len(samples)))
+    drawn = np.random.default_rng(0).integers(len(samples), size=(NUM_RESAMPLES, len(samples)))
     low, high = np.percentile(statistic(samples[drawn]), [2.5, 97.5])
     return {"ratio": value, "low": float(low), "high": float(high)}
 
 
-def tokens_per_step_ratio(counts: np.ndarray, resamples: int = 4000) -> Ratio:
+def tokens_per_step_ratio(counts: np.ndarray) -> Ratio:
     """Tokens per step over the baseline's. counts (P, 4): our steps and tokens, the baseline's alike."""
 
     def ratio(samples: np.ndarray) -> np.ndarray:
         steps, tokens, other_steps, other_tokens = np.moveaxis(samples.sum(-2), -1, 0)
         return tokens / steps * other_steps / other_tokens
 
-    return with_interval(counts.astype(float), ratio, resamples)
+    return with_interval(counts.astype(float), ratio)
 
 
 def speedup(answers: Iterable[Answer], baseline: Iterable[Answer]) -> Ratio:

@@ -25,6 +25,8 @@ UNKNOWN = -2
 """Rank where the answer is already over."""
 UNSEEN = 0.1
 """Times that a rank counts as right before any text is read."""
+PRIOR_STRENGTH = 64.0
+"""Number of observations by which a joint rate is drawn towards the head's own."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,11 @@ class RankCounts:
         hits = self.head_counts[:, :k].sum(dim=1).tolist()
         return [hit / total if total else math.nan for hit, total in zip(hits, self.head_totals, strict=True)]
 
-    def path_values(
-        self, prior_strength: float = 64.0, max_depth: int | None = None, max_paths: int = 4096
-    ) -> dict[RankPath, float]:
+    def path_values(self, max_depth: int | None = None, max_paths: int = 4096) -> dict[RankPath, float]:
         """Estimated probability that every guess on a path is right, for the paths worth most.
 
         Given its parent, a path's rate is its joint count, drawn towards the head's own rank rates as
-        if those had been seen ``prior_strength`` times. Where counts are many the joint counts decide;
+        if those had been seen :data:`PRIOR_STRENGTH` times. Where counts are many the joint counts decide;
         where there are none the value is the product of independent depths. Ranks never seen count a
         little, so a tree of any size can be built.
         """
@@ -109,7 +109,7 @@ class RankCounts:
                 return []
             seen = self.joint_counts[path] if path else self.num_positions
             return [
-                (self.joint_counts[(*path, rank)] + prior_strength * rate) / (seen + prior_strength)
+                (self.joint_counts[(*path, rank)] + PRIOR_STRENGTH * rate) / (seen + PRIOR_STRENGTH)
                 for rank, rate in enumerate(alone[len(path)][:num_ranks])
             ]
 

@@ -38,9 +38,10 @@ def ask(endpoint, text="hi"):
     return endpoint.answer([{"role": "user", "content": text}], temperature=0.5, max_new_tokens=9, seed=4)
 
 
-def test_an_endpoint_is_asked_as_openai_compatible_servers_expect(serve):
+def test_an_endpoint_is_asked_as_openai_compatible_servers_expect(serve, monkeypatch):
     fake = serve()
-    reply = ask(ChatEndpoint(fake.url + "/", "tiny", api_key="secret"))
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    reply = ask(ChatEndpoint(fake.url + "/", "tiny"))
     assert (reply.message["content"], reply.was_cut, reply.num_tokens) == ("you said hi", False, 3)
     (path, request), (key,) = fake.requests[0], fake.keys
     assert path == "/v1/chat/completions"

@@ -9,7 +9,6 @@ import resource
 import tracemalloc
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -135,7 +134,7 @@ def test_the_name_follows_data_tokenizer_template_and_version_and_nothing_else(
 
 def test_tokenising_four_times_the_data_takes_no_more_memory(tmp_path, monkeypatch):
     """But for where each document starts."""
-    monkeypatch.setattr(loading, "tokenise", partial(loading.tokenise, batch_size=4))
+    monkeypatch.setattr(loading, "TEXTS_AT_ONCE", 4)
     peaks = []
     for count in (40, 160):
         (tmp_path / "rows.jsonl").write_text((json.dumps({"text": "a word or two " * 20}) + "\n") * count)

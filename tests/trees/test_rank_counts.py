@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from medusa import CandidateTree, best_tree
+from medusa.trees import rank_counts
 from medusa.trees.candidate_tree import grown_path_values
 from medusa.trees.rank_counts import MISS, UNKNOWN, RankCounts
 
@@ -61,14 +62,16 @@ def test_with_many_counts_the_joint_tree_is_never_worse_than_the_marginal_one(nu
     assert joint >= expected_tokens_per_step(counts, marginal_tree(counts, num_nodes)) - 1e-9
 
 
-def test_path_values_never_grow_along_a_path_and_fall_back_to_independence():
+def test_path_values_never_grow_along_a_path_and_fall_back_to_independence(monkeypatch):
     counts = counts_of([[0, 1], [1, 0], [MISS, 0], [0, MISS]])
     values = counts.path_values()
     assert all(values[path] <= values[path[:-1]] for path in values if len(path) > 1)
-    trusting_only_marginals = counts.path_values(prior_strength=1e9)
+    monkeypatch.setattr(rank_counts, "PRIOR_STRENGTH", 1e9)
+    trusting_only_marginals = counts.path_values()
     # Of 4 positions one has rank 1, for either head; each of the 4 ranks counts 0.1 more.
     assert trusting_only_marginals[(1, 1)] == pytest.approx((1.1 / 4.4) ** 2)
-    assert counts.path_values(prior_strength=1e-9)[(1, 1)] == pytest.approx(0.0, abs=1e-6)
+    monkeypatch.setattr(rank_counts, "PRIOR_STRENGTH", 1e-9)
+    assert counts.path_values()[(1, 1)] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_tree_of_any_size_can_be_built_from_few_counts_and_no_deeper_than_asked():

@@ -226,7 +226,11 @@ _TAG = re.compile(r"</?[\w:|]*(?:think|reason)\w*>|\[/?THINK\]", re.IGNORECASE)
 _CLOSING = re.compile(r"</[\w:|]*(?:think|reason)\w*>|\[/THINK\]", re.IGNORECASE)
 
 
-def tokenise(tokenizer: Any, texts: Iterable[RenderedText], batch_size: int = 512) -> Iterator[Document]:
+TEXTS_AT_ONCE = 512
+"""Texts in one call of the tokenizer."""
+
+
+def tokenise(tokenizer: Any, texts: Iterable[RenderedText]) -> Iterator[Document]:
     """One document per text, tokenised as a whole, in order.
 
     A token is a label when all of it is in a range that the model wrote.
@@ -240,7 +244,7 @@ def tokenise(tokenizer: Any, texts: Iterable[RenderedText], batch_size: int = 51
             "needs; load a fast tokenizer"
         )
     for special, alike in groupby(texts, key=lambda text: text.add_special_tokens):
-        while batch := list(islice(alike, batch_size)):
+        while batch := list(islice(alike, TEXTS_AT_ONCE)):
             encoded = tokenizer(
                 [text.text for text in batch],
                 add_special_tokens=special,

@@ -58,12 +58,12 @@ class Reply:
 
 
 class ChatEndpoint:
-    """A server that speaks ``POST {url}/chat/completions``. Safe to call from several threads.
+    """A server that speaks ``POST {url}/chat/completions``. Safe to call from several threads. The
+    environment's OPENAI_API_KEY, if set, is sent as bearer token.
 
     Args:
         url: up to and including the version, for example ``http://localhost:8000/v1``.
         model: the server's name of the model.
-        api_key: sent as a bearer token; by default the environment's OPENAI_API_KEY, if set.
         say: called with a message when the server asks for a longer wait.
     """
 
@@ -72,7 +72,6 @@ class ChatEndpoint:
         url: str,
         model: str,
         *,
-        api_key: str | None = None,
         say: Callable[[str], None] = lambda text: None,
     ):
         if not url.startswith(("http://", "https://")):
@@ -81,7 +80,7 @@ class ChatEndpoint:
             )
         self.url = url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
         self.model, self.say = model, say
-        key = os.environ.get("OPENAI_API_KEY") if api_key is None else api_key
+        key = os.environ.get("OPENAI_API_KEY")
         self._client = httpx.Client(
             timeout=REQUEST_SECONDS,
             headers={"Authorization": f"Bearer {key}"} if key else {},
