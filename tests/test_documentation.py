@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import re
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import random_heads, random_prompts, tiny_model
 from stateful_models import table_of_types
 
+from medusa import MedusaModel
 from medusa.cli.main import COMMANDS
 
 ROOT = Path(__file__).parent.parent
@@ -142,3 +145,22 @@ def test_the_guides_table_of_types_that_keep_a_state_is_what_loading_them_gives(
     """Where it is not, the message has the table to put there."""
     table = table_of_types()
     assert table in (ROOT / "docs/guides/recurrent.md").read_text(), table
+
+
+def test_the_files_of_a_call_are_those_that_a_run_executes():
+    model, prompt = MedusaModel(tiny_model("llama"), random_heads()), random_prompts(1, 9)
+    library, executed = ROOT / "medusa", set()
+
+    def noted(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+        if event == "call" and is_function and path.is_relative_to(library):
+            executed.add(str(path.relative_to(library)))
+
+    sys.setprofile(noted)
+    try:
+        model.generate(prompt, max_new_tokens=12, do_sample=False)
+    finally:
+        sys.setprofile(None)
+    _, _, section = (ROOT / "docs/concepts/request.md").read_text().partition("## The files of a call")
+    assert set(re.findall(r"`([\w/]+\.py)`", section)) == executed
