@@ -237,7 +237,7 @@ class Batch:
     @property
     def num_prefilling(self) -> int:
         """Rows in prefill."""
-        return sum(len(reading.rows) for reading in self._prefills)
+        return sum(len(prefill.rows) for prefill in self._prefills)
 
     @property
     def is_busy(self) -> bool:
@@ -253,7 +253,7 @@ class Batch:
 
     @property
     def _num_slots_read(self) -> int:
-        return sum(reading.prefix.capacity for reading in self._prefills)
+        return sum(prefill.prefix.capacity for prefill in self._prefills)
 
     def add(self, row: Row) -> None:
         """Have ``row`` wait for its turn.
@@ -301,7 +301,7 @@ class Batch:
         """Drop ``row`` wherever it is; nothing happens if it has ended."""
         if row in self.waiting:
             self.waiting.remove(row)
-        self._prefills = [reading for reading in self._prefills if row not in reading.rows]
+        self._prefills = [prefill for prefill in self._prefills if row not in prefill.rows]
         row.finish_reason = row.finish_reason or "cancelled"
         self._drop_ended()
 
@@ -319,7 +319,7 @@ class Batch:
         Raises:
             ValueError: the weights have changed since the batch was made; rows are as they were.
         """
-        return [progress for each in self.step_outputs() for progress in each]
+        return [output for each in self.step_outputs() for output in each]
 
     @torch.inference_mode(False)  # a stream may be continued outside the mode that it was begun in
     @torch.no_grad()
@@ -350,22 +350,22 @@ class Batch:
         budget, kept = self.limits.chunk, self.limits.chunk - self.limits.chunk // 2
         while budget > 0 and self._begin_prefill():
             overtakes = len(self._prefills) > 1 and budget > kept
-            reading = self._prefills[-1 if overtakes else 0]
+            prefill = self._prefills[-1 if overtakes else 0]
             most = budget - kept if overtakes else budget
             try:
-                if reading.num_remaining > most:
-                    self._read_chunk(reading, most)
+                if prefill.num_remaining > most:
+                    self._read_chunk(prefill, most)
                     budget -= most
-                elif self._rows and not self._fits(reading.longest, len(self._prefills)):
-                    self._postpone(reading)  # the others have grown meanwhile
+                elif self._rows and not self._fits(prefill.longest, len(self._prefills)):
+                    self._postpone(prefill)  # the others have grown meanwhile
                     break
                 else:
-                    budget -= reading.num_remaining
-                    self._prefills.remove(reading)
-                    outputs += self._finish_prefill(reading)
+                    budget -= prefill.num_remaining
+                    self._prefills.remove(prefill)
+                    outputs += self._finish_prefill(prefill)
             except Exception as error:  # whatever a request does to the model is its own loss
-                self._prefills = [each for each in self._prefills if each is not reading]
-                outputs += [self._failed(row, _cause(error)) for row in reading.rows]
+                self._prefills = [each for each in self._prefills if each is not prefill]
+                outputs += [self._failed(row, _cause(error)) for row in prefill.rows]
         self._clock.lap_prefill()
         return outputs
 
@@ -410,13 +410,13 @@ class Batch:
     def _fits(self, length: int, num_joining: int, growth: int = 0) -> bool:
         """Whether ``num_joining`` more rows fit (the longest has ``length`` tokens) after every row grows by
         ``growth`` tokens."""
-        read = [reading.longest for reading in self._prefills]
+        read = [prefill.longest for prefill in self._prefills]
         longest = max(length, 0 if self._state is None else self._state.cache.longest, *read, 0)
         return self._slots(self.num_rows + num_joining, longest + growth) <= self.limits.max_slots
 
-    def _postpone(self, reading: _Prefill) -> None:
-        self._prefills.remove(reading)
-        self.waiting.extendleft(reading.rows)
+    def _postpone(self, prefill: _Prefill) -> None:
+        self._prefills.remove(prefill)
+        self.waiting.extendleft(prefill.rows)
 
     def _slots(self, num_rows: int, longest: int) -> int:
         """Cache slots of ``num_rows`` rows with ``longest`` tokens and a tree."""
@@ -444,23 +444,23 @@ class Batch:
             read = new_cache(self._runner.base, 1)
         return read, read.longest  # 0 where recurrent states have gone beyond it
 
-    def _read_chunk(self, reading: _Prefill, num_tokens: int) -> None:
-        prefix = reading.prefix
+    def _read_chunk(self, prefill: _Prefill, num_tokens: int) -> None:
+        prefix = prefill.prefix
         known = [length + num_tokens for length in prefix.known_lengths]
-        self._runner.prefill(reading.request.tokens, prefix.lengths + num_tokens, prefix, known=known)
-        for row in reading.rows:
+        self._runner.prefill(prefill.request.tokens, prefix.lengths + num_tokens, prefix, known=known)
+        for row in prefill.rows:
             row.num_read = prefix.longest
 
-    def _finish_prefill(self, reading: _Prefill) -> list[RowOutput]:
+    def _finish_prefill(self, prefill: _Prefill) -> list[RowOutput]:
         """Choose the first token of each prompt, and have the rows join the others unless that ends them."""
-        rows, request = reading.rows, reading.request
+        rows, request = prefill.rows, prefill.request
         rule = request.rule  # refused before the prompts are read, where the drafter cannot draw for it
         drafter = None if rule is None else self._drafter_for(len(rows), request.references)[0]
         sampled = None if drafter is None else sampled_kind(drafter, request, self._runner.base)
         state, output = prefill_request(
             self._runner,
             request,
-            reading.prefix,
+            prefill.prefix,
             num_before=len(rows[0].tokens),
             refuses_nan=self.limits is not SINGLE_REQUEST,  # a row of NaN must not disturb the others
         )
@@ -474,9 +474,9 @@ class Batch:
             self._join(state)
         except Exception as error:  # it may have joined in some layers and not in others
             return self._all_failed(error)
-        progress = self._emit(rows, output)
+        row_outputs = self._emit(rows, output)
         self._drop_ended()
-        return progress
+        return row_outputs
 
     def _join(self, state: DecodeState) -> None:
         self._has_joined = True
@@ -506,17 +506,17 @@ class Batch:
                 outputs, num_run, setup_seconds = self._static.advance(state, guessing is drafter)
                 self._clock.lap_whole(setup_seconds)
         except RowsFailed as failed:
-            progress = [self._failed(self._rows[number], _cause(failed)) for number in failed.rows]
+            row_outputs = [self._failed(self._rows[number], _cause(failed)) for number in failed.rows]
             self._drop_ended()
             state.cache.clear_uncommitted()  # of rows that are no numbers
-            return [progress]
+            return [row_outputs]
         except Exception as error:
             return [self._all_failed(error)]
         seconds = None if has_changed or setup_seconds else self._clock.step_seconds
         self._record(outputs, guessing is drafter, adaptive, num_run, seconds)
-        passes = [self._emit(rows, output) for output in outputs]
+        emitted = [self._emit(rows, output) for output in outputs]
         self._drop_ended()
-        return passes
+        return emitted
 
     def _drafter_for(
         self, num_rows: int, references: Sequence[References]
@@ -553,7 +553,7 @@ class Batch:
             adaptive.record(*given, used_fallback=used_fallback, num_nodes=num_nodes)
 
     def _emit(self, rows: Sequence[Row], output: StepOutput) -> list[RowOutput]:
-        progress = []
+        row_outputs = []
         for index, row in enumerate(rows):
             if row.finish_reason is not None:  # static steps keep ended rows
                 continue
@@ -565,8 +565,8 @@ class Batch:
                 row.finish_reason = "length" if is_full and not is_end else "stop"
             given = tokens, output.depths[index], output.logprobs.get(index)
             drafted = output.drafted[index] if output.drafted else []
-            progress.append(RowOutput(row, *given, row.finish_reason, drafted))
-        return progress
+            row_outputs.append(RowOutput(row, *given, row.finish_reason, drafted))
+        return row_outputs
 
     def _make_room(self) -> None:
         """Preempt the youngest rows while more cache slots are needed than allowed."""
@@ -586,9 +586,9 @@ class Batch:
 
     def _all_failed(self, error: Exception) -> list[RowOutput]:
         """A pass has failed, or a join: the rows under way are lost, the batch is not."""
-        progress = [self._failed(row, error) for row in self._rows.values()]
+        row_outputs = [self._failed(row, error) for row in self._rows.values()]
         self._rows, self._state, self._last_drafter = {}, None, None
-        return progress
+        return row_outputs
 
     def _failed(self, row: Row, error: Exception) -> RowOutput:
         row.error, row.finish_reason = error, "error"
@@ -645,9 +645,9 @@ def decode(batch: Batch, request: DecodeRequest) -> Iterator[StepResult]:
     rows = batch.start(request)
     try:
         while batch.is_busy:
-            for progress in batch.step_outputs():
+            for row_outputs in batch.step_outputs():
                 result = StepResult([[] for _ in rows], [[] for _ in rows])
-                for each in progress:
+                for each in row_outputs:
                     if each.row.error is not None:
                         raise each.row.take_error()
                     result.tokens[each.row.index], result.depths[each.row.index] = each.tokens, each.depths

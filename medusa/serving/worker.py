@@ -312,13 +312,13 @@ class Worker:
 
     def _step(self, is_plain: bool) -> None:
         began = time.perf_counter()
-        progress = self.batches[is_plain].step()
+        outputs = self.batches[is_plain].step()
         self.seconds[is_plain] += time.perf_counter() - began
-        for each in progress:
+        for each in outputs:
             self._tell(each)
 
-    def _tell(self, progress: RowOutput) -> None:
-        row, reason = progress.row, progress.finish_reason
+    def _tell(self, output: RowOutput) -> None:
+        row, reason = output.row, output.finish_reason
         answer, error = row.tag(), None if row.error is None else row.take_error()
         if answer not in self._active:  # a stop string has ended it earlier in the step
             return
@@ -330,10 +330,10 @@ class Worker:
             log.error("an answer failed: %s", type(error).__name__, exc_info=error)
             self._end(answer, "error")
             return
-        tokens = progress.tokens
+        tokens = output.tokens
         num_text = len(tokens) - (reason == "stop" and tokens[-1] in row.request.eos_ids)
         now, num_prompt = time.monotonic(), int(row.request.lengths[0])
-        num_fed, pieces = text.feed(tokens[:num_text], progress.depths[:num_text])
+        num_fed, pieces = text.feed(tokens[:num_text], output.depths[:num_text])
         num_new = num_fed if text.is_stopped else len(tokens)
         if answer.num_steps == 0:
             self.metrics.began(now - answer.arrived, num_new, num_prompt, row.num_reused)
@@ -342,8 +342,8 @@ class Worker:
         answer.last = now
         answer.num_steps += 1
         answer.num_tokens += num_new
-        answer.drafted.update(progress.drafted)
-        answer.accepted.update(progress.depths[:num_new])
+        answer.drafted.update(output.drafted)
+        answer.accepted.update(output.depths[:num_new])
         if text.is_stopped and reason is None:
             self.batches[answer.is_plain].cancel(row)
         if text.is_stopped:
@@ -351,7 +351,7 @@ class Worker:
         elif reason is not None:
             pieces += text.finish()
             reason = "stop" if text.is_stopped else reason
-        self._send(answer, pieces, (progress.logprobs or [])[:num_fed], reason)
+        self._send(answer, pieces, (output.logprobs or [])[:num_fed], reason)
 
     def _drop(self, answer: Answer) -> None:
         self._active.discard(answer)

@@ -160,7 +160,7 @@ def test_rows_that_outgrow_the_slots_step_back_and_go_on_as_if_nothing_had_been(
         batch.add(row)
     while batch.is_busy:
         running = batch.num_rows
-        ended = sum(bool(progress.row.finish_reason) for progress in batch.step())
+        ended = sum(bool(output.row.finish_reason) for output in batch.step())
         stepped_back += batch.num_rows < running - ended
         assert batch.num_slots <= 1024
     assert stepped_back > 0
@@ -303,7 +303,7 @@ def test_the_progress_that_ends_a_row_is_the_last_one_and_says_so(length):
     batch.add(row_of(model, [5, 6], max_new_tokens=length, do_sample=False))
     while batch.is_busy:
         told += batch.step()
-    assert [progress.finish_reason for progress in told] == [None] * (length - 1) + ["length"]
+    assert [output.finish_reason for output in told] == [None] * (length - 1) + ["length"]
 
 
 def test_a_cancelled_row_is_gone_at_once_wherever_it_was():
@@ -400,13 +400,13 @@ def test_a_step_that_is_refused_has_changed_no_row():
     model = MedusaModel(copy.deepcopy(tiny_model("llama")), random_heads(0, num_heads=4), BUSHY)
     batch, row = model.continuous_batch(), row_of(model, [4, 5], max_new_tokens=10, do_sample=False)
     batch.add(row)
-    told = [token for progress in batch.step() for token in progress.tokens]
+    told = [token for output in batch.step() for token in output.tokens]
     model.base.train()
     with pytest.raises(ValueError, match="set to training mode"):
         batch.step()
     model.base.eval()
     while batch.is_busy:
-        told += [token for progress in batch.step() for token in progress.tokens]
+        told += [token for output in batch.step() for token in output.tokens]
     assert told == row.tokens == alone(model, [4, 5], {"max_new_tokens": 10, "do_sample": False})
 
 
@@ -418,7 +418,7 @@ def test_logprobs_are_those_of_plain_decoding():
         batch, found = model.continuous_batch(BatchLimits(), plain=plain), []
         batch.add(row_of(model, [5, 6, 7], **options))
         while batch.is_busy:
-            found += [entry for progress in batch.step() for entry in progress.logprobs or []]
+            found += [entry for output in batch.step() for entry in output.logprobs or []]
         return found
 
     drafted, plain = reported(False), reported(True)
