@@ -97,7 +97,7 @@ class MedusaModel:
         check_step(self.step, state.runner)
         # all at once from here on: other threads may be in calls
         self._engine_state = state
-        self._steps, self._drafters = Steps(state.runner, state.drafting_heads), DrafterFactory(self)
+        self._steps, self._drafters = Steps(state.runner, state.optimized_heads), DrafterFactory(self)
         self._costs = DraftCosts()
         self.tuned = tuned_for(self.tuned, self.runtime)
         release_threads()
@@ -108,9 +108,9 @@ class MedusaModel:
         return self._engine_state.runner
 
     @property
-    def drafting_heads(self) -> Heads | None:
+    def optimized_heads(self) -> Heads | None:
         """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""
-        return self._engine_state.drafting_heads
+        return self._engine_state.optimized_heads
 
     @property
     def runtime(self) -> Runtime:

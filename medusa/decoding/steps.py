@@ -8,7 +8,7 @@
               (``static.py``)                                      stopping criteria, no logits processor that
                                                                    reads the text
     compiled  as general, with passes (``engine/compiled.py``)     engine "packed" or "int8" on a CPU
-              and heads (``engine/quick_heads.py``) compiled
+              and heads (``engine/optimized_heads.py``) compiled
               ahead and kept on disk
     captured  static, replayed as a CUDA graph                     as static, on one CUDA device
 
@@ -37,7 +37,7 @@ from medusa.decoding.static import StaticRows, StepRunner, static_drafter, warn_
 from medusa.decoding.step import ModelRunner
 from medusa.drafters.protocol import Drafter
 from medusa.engine.compiled import CompiledPass, library_paths, missing_for_compiled_layers
-from medusa.engine.quick_heads import compile_heads, parts_of_heads
+from medusa.engine.optimized_heads import compile_heads, parts_of_heads
 from medusa.engine.snapshot import alteration_of
 from medusa.engine.views import packed_as
 from medusa.heads.autoregressive_head import Heads

@@ -1,4 +1,4 @@
-"""Heads that run ahead as drafters: their layers run down the tree on features they make themselves.
+"""Autoregressive heads as drafters: their layers run down the tree on their own features.
 
 :class:`LayerCache` is the key-value cache of a causal layer over each row's text, kept between steps. Entry t
 joins the base's state at position t with token t + 1, so the newest joins the newest state with the root. A
@@ -116,7 +116,7 @@ def _of_row(context: DraftContext, row: int) -> DraftContext:
 
 
 class AutoregressiveDrafter(LevelDrafter):
-    """Fills ``tree`` with a head that runs ahead, over ``base``'s layers and embeddings.
+    """Fills ``tree`` with an autoregressive head, over ``base``'s embeddings and LM head.
 
     Entries of the text are made from states of the base (:class:`LayerCache`); below the root, the entry of a
     node joins the output of its parent's entry with its own token. In a head with several layers, layer d

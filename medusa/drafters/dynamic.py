@@ -327,8 +327,8 @@ class DynamicHeadsDrafter(DynamicDrafter, HeadsDrafter):
         return self.logits_along(context, paths.shape[2] - 1, paths.shape[1], paths)
 
 
-class DynamicAheadDrafter(DynamicDrafter, AutoregressiveDrafter):
-    """A head that runs ahead, in dynamic trees: it runs on the nodes of each beam, and on no others."""
+class DynamicAutoregressiveDrafter(DynamicDrafter, AutoregressiveDrafter):
+    """An autoregressive head in dynamic trees: it runs only on the nodes of each beam."""
 
     def __init__(self, head: AutoregressiveHead, base: CausalLM, tree: CandidateTree):
         self.has_kernels, self.trust = packed_as(base) is not None, no_trust()

@@ -32,7 +32,12 @@ from medusa.drafters.draft_model import (
     early_exit,
     low_precision,
 )
-from medusa.drafters.dynamic import BestPathDrafter, DynamicAheadDrafter, DynamicDrafter, DynamicHeadsDrafter
+from medusa.drafters.dynamic import (
+    BestPathDrafter,
+    DynamicAutoregressiveDrafter,
+    DynamicDrafter,
+    DynamicHeadsDrafter,
+)
 from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.protocol import Drafter, PlainDrafter, not_capturable
 from medusa.drafters.suffix import SuffixDrafter
@@ -99,7 +104,7 @@ class DraftHost(Protocol):
         """The heads that the model was loaded with."""
 
     @property
-    def drafting_heads(self) -> Heads | None:
+    def optimized_heads(self) -> Heads | None:
         """The heads as the engine computes them."""
 
     @property
@@ -134,13 +139,13 @@ def _given_to(setting: str) -> str:
 
 
 def _heads(host: DraftHost, settings: DrafterSettings, is_dynamic: bool = False) -> Drafter:
-    heads, runner = host.drafting_heads, host.runner
+    heads, runner = host.optimized_heads, host.runner
     assert heads is not None, "refused before"
     chain = CandidateTree.chain(min(settings.draft_length or heads.num_heads, heads.num_heads))
     if not is_dynamic:
         return drafter_of_heads(heads, runner, chain)
     if isinstance(heads, AutoregressiveHead):
-        return DynamicAheadDrafter(heads, runner, chain)
+        return DynamicAutoregressiveDrafter(heads, runner, chain)
     return DynamicHeadsDrafter(heads, lm_head(runner), chain)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from medusa.base.causal_lm import CausalLM, lm_head, lm_head_device
 from medusa.engine import Engine, apply_engine, resolved_engine
-from medusa.engine.quick_heads import quick_heads
+from medusa.engine.optimized_heads import optimized_heads
 from medusa.engine.snapshot import Snapshot, alteration_of
 from medusa.engine.views import packed_as
 from medusa.hardware import device_name
@@ -30,12 +30,12 @@ class EngineState:
         self._has_kernels, self._is_held_once = name != "eager", packed_as(base) is not None
         self.runner: CausalLM = apply_engine(base if name == "eager" else folded(base), engine)
         """The base model as the engine runs it; ``base`` itself when eager."""
-        self.drafting_heads = heads
+        self.optimized_heads = heads
         """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""
         if heads is not None:
             check_heads_fit(heads, base)
             heads.to(device=lm_head_device(base)).eval()
-            self.drafting_heads = quick_heads(heads, lm_head(self.runner))
+            self.optimized_heads = optimized_heads(heads, lm_head(self.runner))
         self.runtime = Runtime(
             device_name(lm_head_device(base)), str(base.dtype).removeprefix("torch."), name
         )

@@ -1,4 +1,4 @@
-"""Heads that run ahead of the base on states of their own.
+"""Autoregressive heads: they draft several tokens from their own states.
 
 An entry joins a *feature* g_t with the embedding of token t + 1 and scores token t + 2. Where the base has
 read token t, g_t is made of the base's states (:meth:`AutoregressiveHead.fuse`); beyond, it is the head's own
@@ -37,7 +37,7 @@ class Drafted(NamedTuple):
 
 
 class AutoregressiveHead(DraftVocab):
-    """A head that runs ahead of the base. The base's embeddings are passed in, never part of it."""
+    """An autoregressive head. The base's embeddings are passed in, never part of it."""
 
     config: Any
 

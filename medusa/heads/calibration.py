@@ -118,7 +118,7 @@ def _batch_ranks(
 
 
 def _unrolled(base: PreTrainedModel, head: AutoregressiveHead, ids: Tensor, hidden: Tensor) -> Tensor:
-    """The states (B, T, K, D) from which a head that runs ahead guesses each depth, at the position before
+    """The states (B, T, K, D) from which an autoregressive head guesses each depth, at the position before
     the root; ids (B, T) long, hidden (B, T, (1 + L) * D)."""
     following = base.get_input_embeddings()(ids.roll(-1, dims=1)).to(hidden.device)
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -141,7 +141,7 @@ def _true_ranks(
     base: PreTrainedModel, heads: Heads, states: Tensor, path: Tensor, truth: Tensor, max_rank: int
 ) -> Tensor:
     """Ranks (P, K) int16 of truth (P, K) long, given the states (P, D) and path (P, K) long that Medusa heads
-    read, or the states (P, K, D) that a head that runs ahead drafted."""
+    read, or the states (P, K, D) that an autoregressive head drafted."""
     unembedding = lm_head(base)
     chunk = max(1, LOGITS_PER_CHUNK // (heads.num_heads * heads.config.vocab_size))
     ranks = []

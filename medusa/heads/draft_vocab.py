@@ -40,7 +40,7 @@ class DraftVocab(nn.Module):
         self.register_buffer("token_map", token_map)
         self.scorer: Callable[[Tensor], Tensor] | None = None
         """Scores the mapped tokens, (..., D) -> (..., V'), from rows gathered beforehand; None gathers them
-        from the LM head at every call. See :func:`medusa.engine.quick_heads.quick_heads`."""
+        from the LM head at every call. See :func:`medusa.engine.optimized_heads.optimized_heads`."""
 
     token_map: Tensor | None
     """(V',) long: the token id of each scored column; None when every token is scored."""

@@ -1,8 +1,8 @@
 """The EAGLE-3 drafting head (arXiv 2503.01840), in exactly the form that serving engines load.
 
-Where Medusa heads guess every depth from one hidden state, this head is one transformer layer that runs ahead
-on its own states (:mod:`medusa.heads.autoregressive_head`). Where the base has read a token, its feature is
-made of the base's states after three of its layers. This module knows nothing of trees or files.
+Where Medusa heads guess every depth from one hidden state, this head is one transformer layer that drafts on
+its own states (:mod:`medusa.heads.autoregressive_head`). Where the base has read a token, its feature is made
+of the base's states after three of its layers. This module knows nothing of trees or files.
 
 Shapes: D hidden, V vocabulary, V' scored tokens, L fused layers, E entries.
 """

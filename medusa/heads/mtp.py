@@ -1,5 +1,5 @@
-"""The layers for multi-token prediction that some bases come with, as heads that run ahead (DeepSeek-V3,
-arXiv 2412.19437, section 2.2).
+"""A base's own layers for multi-token prediction, as autoregressive heads (DeepSeek-V3, arXiv 2412.19437,
+section 2.2).
 
 The modules are ``transformers``' own, which drops their weights when it loads a base: each is a layer of the
 base's kind, over a projection of [embedding, feature]. Most bases have one.

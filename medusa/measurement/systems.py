@@ -31,7 +31,7 @@ from medusa.drafters.registry import (
     part_names,
     uses_model_heads,
 )
-from medusa.engine.quick_heads import quick_heads
+from medusa.engine.optimized_heads import optimized_heads
 from medusa.heads.autoregressive_head import Heads, check_heads_fit
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa.measurement.llama_cpp import LlamaCpp, answered_by, missing_llama_cpp
@@ -195,7 +195,7 @@ def _ours(
 
 def heads_drafter(model: MedusaModel, heads: Heads, tree: CandidateTree) -> Drafter:
     """Other heads on the model's base in ``tree``, computed as the engine computes the model's own."""
-    return drafter_of_heads(quick_heads(heads, lm_head(model.runner)), model.runner, tree)
+    return drafter_of_heads(optimized_heads(heads, lm_head(model.runner)), model.runner, tree)
 
 
 def heads_without_adapter(source: str) -> HeadsCheckpoint:

@@ -52,9 +52,9 @@ class HeadOptions:
     """The heads to train, whatever their kind."""
 
     head_kind: Literal["medusa", "eagle3", "mtp"] = "medusa"
-    """medusa: one head for each depth. eagle3: one transformer layer that runs ahead on its own states
-    (EAGLE-3), which other engines serve. mtp: the layers for multi-token prediction that the base comes with,
-    trained further."""
+    """medusa: one head for each depth. eagle3: one transformer layer that drafts on its own states (EAGLE-3),
+    which other engines serve. mtp: the layers for multi-token prediction that the base comes with, trained
+    further."""
     num_heads: int = 4
     """Heads; head d guesses the token d places after the next one. eagle3 and mtp: the depth of training."""
     token_map_size: int | None = None

@@ -33,7 +33,7 @@ from medusa.drafters.draft_model import (
     early_exit,
     low_precision,
 )
-from medusa.drafters.dynamic import DynamicAheadDrafter, DynamicHeadsDrafter
+from medusa.drafters.dynamic import DynamicAutoregressiveDrafter, DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import DraftContext
 from medusa.drafters.suffix import MATCH_WEIGHTS, SuffixDrafter, longest_match
@@ -96,7 +96,7 @@ def fusing_heads_drafter(base, *layers: int):
 
 def dynamic(drafter):
     if isinstance(drafter, AutoregressiveDrafter):
-        return DynamicAheadDrafter(drafter.head, drafter.base, drafter.tree)
+        return DynamicAutoregressiveDrafter(drafter.head, drafter.base, drafter.tree)
     return DynamicHeadsDrafter(drafter.heads, drafter.lm_head, drafter.tree)
 
 

@@ -19,7 +19,7 @@ from medusa.decoding.adaptive import OPTIONAL_NODE_PROB
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.protocol import DraftContext, topology_violations
 from medusa.engine import apply_engine
-from medusa.engine.quick_heads import quick_heads
+from medusa.engine.optimized_heads import optimized_heads
 from medusa.engine.views import missing_for_kernels
 
 BASE = LlamaForCausalLM(LlamaConfig(**{**GROUPED, "num_hidden_layers": 1})).eval()
@@ -38,7 +38,7 @@ def drafter(num_nodes, depth, suffix_length, token_map_size=None):
     embedding = lm_head(apply_engine(BASE, "packed"))
     broad, deep = range(1, num_nodes - depth), range(1, depth + 1)
     tree = CandidateTree.from_paths([*((rank,) for rank in broad), *((0,) * length for length in deep)])
-    made = DynamicHeadsDrafter(quick_heads(heads, embedding), embedding, tree).with_suffix(suffix_length)
+    made = DynamicHeadsDrafter(optimized_heads(heads, embedding), embedding, tree).with_suffix(suffix_length)
     assert made.has_kernels
     return made
 

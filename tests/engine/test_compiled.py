@@ -108,7 +108,7 @@ def check_a_view(engine, base):
 
     check_a_shared_batch(model)
 
-    check_heads(model.drafting_heads, lm_head(model.runner))
+    check_heads(model.optimized_heads, lm_head(model.runner))
     view, topology = model.runner, BUSHY.topology("cpu")
     compiled, seconds = model._steps.libraries.compiled_pass()
     assert seconds < 0.1, "the calls above have it"

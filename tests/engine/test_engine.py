@@ -17,7 +17,7 @@ from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.causal_lm import new_cache, prefill, verify
 from medusa.engine import apply_engine
 from medusa.engine.kernels import PackedLinear
-from medusa.engine.quick_heads import quick_heads
+from medusa.engine.optimized_heads import optimized_heads
 from medusa.engine.views import (
     InPlaceNorm,
     JoinedLinear,
@@ -298,12 +298,12 @@ def drawn_heads(**options):
 def test_heads_draft_with_the_products_of_the_engine_near_their_own(engine, reads_path):
     heads, base = drawn_heads(reads_path=reads_path, num_layers=2), tiny_model("llama")
     embedding = apply_engine(base, engine).get_output_embeddings()
-    quick = quick_heads(heads, embedding)
+    quick = optimized_heads(heads, embedding)
     hidden, path = torch.randn(4, 32), torch.randint(VOCAB_SIZE, (4, 3))
     exact, near = (each(hidden, base.get_output_embeddings(), path) for each in (heads, quick))
     assert 0 < (near - exact).abs().max() < 0.1 * exact.abs().max()
     assert {id(p) for p in quick.parameters()} == {id(p) for p in heads.parameters()}
-    assert quick_heads(heads, base.get_output_embeddings()) is heads
+    assert optimized_heads(heads, base.get_output_embeddings()) is heads
     assert heads.state_dict().keys() == drawn_heads(reads_path=reads_path, num_layers=2).state_dict().keys()
 
 
@@ -324,7 +324,7 @@ def test_weights_that_changed_after_the_engine_took_them_are_refused_until_they_
     base = copy.deepcopy(tiny_model("llama"))
     model = MedusaModel(base, drawn_heads(), BUSHY, engine="auto")
     prompt, options = random_prompts(1, 9), {"max_new_tokens": 12, "do_sample": False}
-    assert model.drafting_heads is not model.heads
+    assert model.optimized_heads is not model.heads
     model.generate(prompt, **options)
     CHANGES[change](model)
     for call in (model.generate, lambda *args, **kwargs: list(model.stream(*args, **kwargs))):
@@ -399,7 +399,7 @@ def test_heads_with_a_token_map_draft_in_int8_and_decode_exactly(engine, reads_p
     hidden, path = torch.randn(4, 32), torch.randint(VOCAB_SIZE, (4, 3))
     with torch.no_grad():
         exact = heads(hidden, base.get_output_embeddings(), path)
-        quick = model.drafting_heads(hidden, model.runner.get_output_embeddings(), path)
+        quick = model.optimized_heads(hidden, model.runner.get_output_embeddings(), path)
         again = heads(hidden, model.runner.get_output_embeddings(), path)
     assert 0 < (quick - exact).abs().max() < 0.05 * exact.abs().max()
     assert torch.equal(again, exact)  # the heads themselves gather the rows as they are

@@ -13,7 +13,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from medusa import HeadsConfig, MedusaHeads, MedusaModel
 from medusa.decoding.batch import Row
-from medusa.engine.quick_heads import quick_heads
+from medusa.engine.optimized_heads import optimized_heads
 from medusa.engine.snapshot import Snapshot, alteration_of
 from medusa.engine.views import missing_for_kernels
 
@@ -283,9 +283,9 @@ def test_calls_that_meet_a_refresh_in_another_thread_find_a_whole_model(monkeypa
 
     def slow(*given):
         met.append(model.generate(PROMPT, **OPTIONS).tolist())  # as another thread would just now
-        return quick_heads(*given)
+        return optimized_heads(*given)
 
-    monkeypatch.setattr("medusa.engine.engine_state.quick_heads", slow)
+    monkeypatch.setattr("medusa.engine.engine_state.optimized_heads", slow)
     model.refresh()
     assert met == [reference]
 

@@ -23,9 +23,9 @@ from medusa import (
 from medusa.base.causal_lm import hidden_states, lm_head
 from medusa.cli.info import describe_heads
 from medusa.drafters.autoregressive import AutoregressiveDrafter
-from medusa.drafters.dynamic import DynamicAheadDrafter
+from medusa.drafters.dynamic import DynamicAutoregressiveDrafter
 from medusa.drafters.registry import DrafterFactory, DrafterSettings
-from medusa.engine.quick_heads import quick_heads
+from medusa.engine.optimized_heads import optimized_heads
 from medusa.heads.autoregressive_head import unroll
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers
@@ -171,7 +171,7 @@ def test_a_model_with_a_loaded_directory_decodes_exactly_with_its_tree(saved, ar
     base = tiny_model(architecture)
     model = MedusaModel.from_pretrained(base, saved)
     assert model.tree == TREE
-    assert isinstance(model.drafter_for(1), DynamicAheadDrafter)
+    assert isinstance(model.drafter_for(1), DynamicAutoregressiveDrafter)
     named = DrafterFactory(model).make("heads")
     assert isinstance(named, AutoregressiveDrafter)
     for lengths in ([9], [20, 1, 7]):
@@ -269,4 +269,4 @@ def test_rows_of_its_own_score_in_place_of_the_bases():
     base, head = tiny_model("llama"), new_head(own_lm_head=True)
     states = torch.randn(2, 32)
     assert torch.equal(head.unembedded(states, lm_head(base)), head.lm_head(states))
-    assert quick_heads(head, lm_head(base)) is head
+    assert optimized_heads(head, lm_head(base)) is head

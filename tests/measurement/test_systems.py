@@ -86,7 +86,7 @@ def test_other_heads_are_computed_as_the_models_own_are(tmp_path):
     _, heads = save_chat_model(tmp_path)
     model.generate = lambda drafter, **call: made.append(drafter)
     other_heads(f"others={heads}", model).answer()
-    assert type(made[0].heads) is type(model.drafting_heads)
+    assert type(made[0].heads) is type(model.optimized_heads)
 
 
 def test_heads_with_an_adapter_answer_for_another_base(tmp_path):

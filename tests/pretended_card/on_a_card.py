@@ -537,14 +537,14 @@ def test_guessing_never_pauses_where_float32_is_multiplied_in_tf32(models, monke
 def test_heads_beside_a_base_of_half_precision_draft_in_it():
     heads = random_heads(unembedding="full")
     model = MedusaModel(llama(2).to("cuda", torch.bfloat16), heads, TREE)
-    assert {each.dtype for each in model.drafting_heads.parameters()} == {torch.bfloat16}
+    assert {each.dtype for each in model.optimized_heads.parameters()} == {torch.bfloat16}
     assert {each.dtype for each in model.heads.parameters()} == {torch.float32}
     prompt = random_prompts(1, 9).to("cuda")
     model.generate(prompt, **GREEDY, max_new_tokens=5)
     with torch.no_grad():
         heads.unembed[0].mul_(2)
     model.generate(prompt, **GREEDY, max_new_tokens=5)
-    assert torch.equal(model.drafting_heads.unembed[0], heads.unembed[0].bfloat16())
+    assert torch.equal(model.optimized_heads.unembed[0], heads.unembed[0].bfloat16())
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Heads on a frozen base: Medusa heads, or a head that runs ahead.
+"""Heads on a frozen base: Medusa heads, or an autoregressive head.
 
     L = sum over depths d of (sum over targets of decay^d * loss_d) / num_scored_d
 

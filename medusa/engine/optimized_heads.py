@@ -27,12 +27,11 @@ from medusa.heads.medusa_heads import MedusaHeads
 AnyHeads = TypeVar("AnyHeads", bound=DraftVocab)
 
 
-def quick_heads(heads: AnyHeads, lm_head: nn.Module) -> AnyHeads:
-    """Heads to draft with, as quick as ``lm_head`` lets them be; ``heads`` where there is nothing to
-    gain.
+def optimized_heads(heads: AnyHeads, lm_head: nn.Module) -> AnyHeads:
+    """The heads optimised for drafting with ``lm_head``; ``heads`` where there is no gain.
 
-    They share the parameters of ``heads`` and hold what these and the LM head are now: make them
-    anew when a weight has changed.
+    They share the parameters of ``heads`` and hold copies made from them and the LM head: make them again
+    when a weight has changed.
     """
     weight = embedding_weight(lm_head)
     if weight.device.type == "cuda" and weight.dtype in (torch.bfloat16, torch.float16):
@@ -48,7 +47,7 @@ def quick_heads(heads: AnyHeads, lm_head: nn.Module) -> AnyHeads:
                 if isinstance(child, nn.Linear):
                     setattr(module, name, PackedLinear(child, int8=True))
         if isinstance(heads, MedusaHeads):
-            quick.__class__ = QuickHeads
+            quick.__class__ = OptimizedHeads
             quick._modules.pop("paths", None)
             quick.path_products = nn.ModuleList(
                 Product([weight.detach()], None, int8=True) for weight in getattr(heads, "paths", ())
@@ -69,7 +68,7 @@ def _in_type(heads: AnyHeads, dtype: torch.dtype) -> AnyHeads:
     return cast
 
 
-class QuickHeads(MedusaHeads):
+class OptimizedHeads(MedusaHeads):
     """Medusa heads whose products are the kernels'."""
 
     path_products: nn.ModuleList
@@ -96,7 +95,7 @@ class QuickHeads(MedusaHeads):
 def parts_of_heads(heads: Any, lm_head: nn.Module) -> list[Part]:
     """The parts that :func:`compile_heads` compiles: a head, and the fusion of layers; empty without a
     gain."""
-    if not isinstance(heads, QuickHeads) or not heads.config.reads_path or heads.num_heads < 3:
+    if not isinstance(heads, OptimizedHeads) or not heads.config.reads_path or heads.num_heads < 3:
         return []
     config, tokens = heads.config, embedding_rows(lm_head)
     settings = (config,)
@@ -130,8 +129,8 @@ def compile_heads(heads: Any, lm_head: nn.Module) -> None:
 
 
 def _with_parts(
-    heads: QuickHeads, parts: dict[str, nn.Module | None], buffers: dict[str, Tensor | None]
-) -> QuickHeads:
+    heads: OptimizedHeads, parts: dict[str, nn.Module | None], buffers: dict[str, Tensor | None]
+) -> OptimizedHeads:
     """``heads`` with only some of their parts, computed by their own code."""
     some = copy.copy(heads)
     some.programs = some.fusing = None
@@ -143,7 +142,7 @@ class _OneHead(nn.Module):
     """A head as a function of (hidden (B, M, D), path (B, M, d) long, rows of the LM head (V, D)):
     logits (B, M, V')."""
 
-    def __init__(self, heads: QuickHeads, index: int, lm_head: nn.Module):
+    def __init__(self, heads: OptimizedHeads, index: int, lm_head: nn.Module):
         super().__init__()
         parts: dict[str, nn.Module | None] = {
             "blocks": nn.ModuleList([heads.blocks[index]]),
@@ -163,7 +162,7 @@ class _OneHead(nn.Module):
 class _Fused(nn.Module):
     """How heads fuse layers, as a function of hidden (B, (1 + L) D): (B, D)."""
 
-    def __init__(self, heads: QuickHeads):
+    def __init__(self, heads: OptimizedHeads):
         super().__init__()
         parts: dict[str, nn.Module | None] = {
             "fusion": heads.fusion,
