@@ -87,8 +87,8 @@ def _message(turn: Any, role_key: str, content_key: str, where: str) -> Message:
     if called == "function_call":  # its content is the call, as JSON text
         found = parsed_json(checked_text(content, content_key, where), f"{where}: {content_key}")
         calls, content = found if isinstance(found, list) else [found], None
-    said = "" if role == "assistant" and content is None else _content(content, where)
-    message: Message = {"role": role, "content": said, **beside}
+    text = "" if role == "assistant" and content is None else _content(content, where)
+    message: Message = {"role": role, "content": text, **beside}
     for key in _REASONING:
         if turn.get(key):
             message.setdefault("reasoning_content", checked_text(turn[key], key, where))
@@ -249,11 +249,11 @@ def _system(row: Mapping[str, Any], origin: str) -> str:
 
 def refuse_beside_messages(row: Mapping[str, Any], origin: str) -> None:
     """Raise ValueError where ``row`` says something of one message beside all of them."""
-    said = [key for key in _OF_THE_ANSWER if row.get(key) and key not in _IS_TRAINED]
-    said += [key for key in _IS_TRAINED if row.get(key) not in (None, 1)]
-    if said:
+    misplaced = [key for key in _OF_THE_ANSWER if row.get(key) and key not in _IS_TRAINED]
+    misplaced += [key for key in _IS_TRAINED if row.get(key) not in (None, 1)]
+    if misplaced:
         raise ValueError(
-            f"{origin}: {said[0]} belongs to one message, got it beside all of them; put it into that "
+            f"{origin}: {misplaced[0]} belongs to one message, got it beside all of them; put it into that "
             "message, or leave it out"
         )
 
@@ -261,10 +261,10 @@ def refuse_beside_messages(row: Mapping[str, Any], origin: str) -> None:
 def refuse_beside_text(row: Mapping[str, Any], origin: str) -> None:
     """Raise ValueError where ``row`` says something of a conversation beside a text, which is none."""
     refuse_beside_messages(row, origin)
-    if said := [key for key in (*_SYSTEM, "history", *_FOR_THE_TEMPLATE) if row.get(key)]:
+    if misplaced := [key for key in (*_SYSTEM, "history", *_FOR_THE_TEMPLATE) if row.get(key)]:
         raise ValueError(
-            f"{origin}: {said[0]} belongs to a conversation, got it beside text, which is trained on as it "
-            "is; give messages in place of text, or leave it out"
+            f"{origin}: {misplaced[0]} belongs to a conversation, got it beside text, which is trained on as "
+            "it is; give messages in place of text, or leave it out"
         )
 
 

@@ -109,10 +109,10 @@ def split_reasoning(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]
         _, mark, whole = whole.partition(begin) if end and whole.lstrip().startswith(begin) else ("",) * 3
         if not mark:
             return "", text
-    reasoning, _, said = whole.partition(end)  # some marks are special tokens, so these are left out last
+    reasoning, _, answer = whole.partition(end)  # some marks are special tokens, so these are left out last
     for special in tokenizer.all_special_tokens:
-        reasoning, said = reasoning.replace(special, ""), said.replace(special, "")
-    return (reasoning.strip(), said.lstrip()) if reasoning.strip() else ("", text)
+        reasoning, answer = reasoning.replace(special, ""), answer.replace(special, "")
+    return (reasoning.strip(), answer.lstrip()) if reasoning.strip() else ("", text)
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:

@@ -126,8 +126,8 @@ LISTED = re.compile(r"\s*(\d+ \|.*|\^+\s*)")
 def _told(problem: str) -> str:
     """The error message of llguidance, without the grammar that was built from a client's input."""
     lines = [line.strip() for line in problem.splitlines() if not LISTED.fullmatch(line)]
-    said = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: | \(in regex\)", "", " ".join(lines))
-    return " ".join(said.split())[:MAX_TOLD]
+    message = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: | \(in regex\)", "", " ".join(lines))
+    return " ".join(message.split())[:MAX_TOLD]
 
 
 def json_rule(name: str, schema: Mapping[str, Any]) -> str:

@@ -41,8 +41,10 @@ class OccurrencePenalty(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """input_ids (B, T) long, scores (B, V) -> (B, V)."""
-        said = input_ids[:, self.prompt_length :]
-        counts = torch.zeros_like(scores).scatter_add(1, said, torch.ones_like(said, dtype=scores.dtype))
+        answer_ids = input_ids[:, self.prompt_length :]
+        counts = torch.zeros_like(scores).scatter_add(
+            1, answer_ids, torch.ones_like(answer_ids, dtype=scores.dtype)
+        )
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 

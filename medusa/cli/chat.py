@@ -147,15 +147,15 @@ class ChatSession:
             statistics=statistics,
         )
         tokens: list[int] = []
-        said: list[str] = []
+        pieces: list[str] = []
         ended_by: EndedBy = "interrupt"
         try:
             for text, depth in self._pieces(steps, tokens):
-                said.append(text)
+                pieces.append(text)
                 yield text, depth
             ended_by = self._reason(tokens, limit)
         finally:
-            text, seconds = "".join(said), time.perf_counter() - began
+            text, seconds = "".join(pieces), time.perf_counter() - began
             if text or ended_by != "interrupt":
                 self.answers.append(Reply(text, ended_by, seconds, statistics))
                 self.messages = [*asked, {"role": "assistant", "content": text}]

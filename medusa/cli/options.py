@@ -222,8 +222,8 @@ def _switches(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
         key = key.replace("-", "_")
         name = key if key in flags else key.removeprefix("no_")
         if alone := _alone(flags.get(name)):
-            said = value or ("true" if name == key else "false")
-            kept.append(f"--{name}={alone.get(said.lower(), said)}")
+            word_given = value or ("true" if name == key else "false")
+            kept.append(f"--{name}={alone.get(word_given.lower(), word_given)}")
             continue
         if value and flags.get(key) is bool:
             kept.append(f"--{key}")

@@ -137,10 +137,10 @@ def save(
         fitting = counts.best_tree(best.num_nodes, options.max_depth)
         tuned.append(TunedTree(model.runtime, batch_size, fitting, measured, model.step))
     if tuned:
-        said = file_tuned(options.model.required_heads, tuned, origin)
+        sentences = file_tuned(options.model.required_heads, tuned, origin)
     else:
-        said = file_asked_for(options.model.required_heads, tree, model.runtime, origin)
-    for sentence in said:
+        sentences = file_asked_for(options.model.required_heads, tree, model.runtime, origin)
+    for sentence in sentences:
         log_console().print(sentence, soft_wrap=True)
 
 

@@ -69,7 +69,7 @@ class DynamicDrafter(LevelDrafter):
     trust: Tensor
     """(sources,): learned log-weight of each suffix-match source, clamped (see
     :func:`medusa.drafters.suffix.continuations`). Drafters that are derived from one another share it."""
-    _said: Tensor | None = None  # what these sources said at the step before
+    _source_guesses: Tensor | None = None  # of the step before
 
     def _shape(self, tree: CandidateTree) -> None:
         super()._shape(tree)
@@ -94,11 +94,11 @@ class DynamicDrafter(LevelDrafter):
 
     def reset(self, num_rows: int, after: Drafter | None = None) -> None:
         super().reset(num_rows, after)
-        self._said = None
+        self._source_guesses = None
 
     def keep_rows(self, rows: Tensor) -> None:
         super().keep_rows(rows)
-        self._said = None
+        self._source_guesses = None
 
     @property
     @abstractmethod
@@ -179,8 +179,8 @@ class DynamicDrafter(LevelDrafter):
         """The continuations that suffix matching expects."""
         if not self.suffix_length:
             return nothing_expected(context.root)
-        expected = continuations(context, self.suffix_length, self.trust, self._said)
-        self._said = expected.said
+        expected = continuations(context, self.suffix_length, self.trust, self._source_guesses)
+        self._source_guesses = expected.source_guesses
         return expected
 
     def _candidates(

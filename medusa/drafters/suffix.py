@@ -73,7 +73,7 @@ class Continuations:
     """(B, T): the probability of each node after its parent; the rest is left to the heads."""
     num_matched: Tensor
     """(B,) long: of the last tokens, how many agree at the best place, at most :data:`MAX_MATCH`."""
-    said: Tensor | None = None
+    source_guesses: Tensor | None = None
     """(B, 7) long: the next token by each source, from which the next search learns."""
 
     def best_path(self, length: int) -> tuple[Tensor, Tensor]:
@@ -102,12 +102,13 @@ def no_trust() -> Tensor:
 
 
 def continuations(
-    context: DraftContext, num_tokens: int, trust: Tensor | None = None, said: Tensor | None = None
+    context: DraftContext, num_tokens: int, trust: Tensor | None = None, source_guesses: Tensor | None = None
 ) -> Continuations:
     """The possible continuations of each row, up to ``num_tokens`` tokens deep.
 
-    ``trust`` (sources,) is the logarithm of the factor of each source's odds. It is updated here if ``said``,
-    the :attr:`Continuations.said` of the previous search, is passed; 0 by default.
+    ``trust`` (sources,) is the logarithm of the factor of each source's odds. It is updated here if
+    ``source_guesses``, the :attr:`Continuations.source_guesses` of the previous search, is passed; 0 by
+    default.
     """
     references = context.references
     is_on_host = context.tokens.device.type == "cpu" and not context.fixed_shape
@@ -119,7 +120,17 @@ def continuations(
         indices = [part for each in corpora for part in (each.index if each else (_NOTHING, _NOTHING))]
         totals = torch.tensor([each.total if each else 0 for each in corpora], dtype=torch.long)
         trust = no_trust() if trust is None else trust
-        given = context.tokens, context.lengths, predictions, indices, totals, ODDS, USUAL, trust, said
+        given = (
+            context.tokens,
+            context.lengths,
+            predictions,
+            indices,
+            totals,
+            ODDS,
+            USUAL,
+            trust,
+            source_guesses,
+        )
         found = torch.ops.medusa.continuations(*given, num_tokens, context.vocab_size)
     return Continuations(*found)
 

@@ -284,12 +284,12 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 def _read_template_options(directory: Path, raw: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """The chat template options in config.json of the training conversations."""
-    said = raw.get(TEMPLATE, [])
-    if not isinstance(said, list) or not all(isinstance(each, dict) for each in said):
+    value = raw.get(TEMPLATE, [])
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise ValueError(
-            f"{directory / CONFIG_FILE}: {TEMPLATE} must be a list of objects, got {reprlib.repr(said)}"
+            f"{directory / CONFIG_FILE}: {TEMPLATE} must be a list of objects, got {reprlib.repr(value)}"
         )
-    return said
+    return value
 
 
 def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
@@ -358,8 +358,8 @@ def _check_num_blocks(config: HeadsConfig, weights: Mapping[str, Tensor], config
 
 def _read_fingerprint(directory: Path, raw: Mapping[str, Any]) -> BaseFingerprint | None:
     """The fingerprint of the base in ``raw``, the config.json; None where it holds none."""
-    said, path = raw.get(FINGERPRINT), directory / CONFIG_FILE
-    return None if said is None else BaseFingerprint.from_json(said, f"{path}: {FINGERPRINT}")
+    value, path = raw.get(FINGERPRINT), directory / CONFIG_FILE
+    return None if value is None else BaseFingerprint.from_json(value, f"{path}: {FINGERPRINT}")
 
 
 def _write_adapter(directory: Path, adapter: Adapter) -> None:
@@ -371,17 +371,17 @@ def _write_adapter(directory: Path, adapter: Adapter) -> None:
 
 def _read_adapter(directory: Path, raw: Mapping[str, Any], device: str) -> Adapter | None:
     """The adapter that ``raw``, the config.json, speaks of; the two must agree whether there is one."""
-    said, is_there = raw.get(_ADAPTER), (directory / _ADAPTER).is_dir()
-    if said is None and is_there:
+    value, is_there = raw.get(_ADAPTER), (directory / _ADAPTER).is_dir()
+    if value is None and is_there:
         raise ValueError(
             f"{directory / _ADAPTER} holds an adapter that {CONFIG_FILE} does not speak of; the files do not "
             "belong together"
         )
-    if said is None:
+    if value is None:
         return None
-    if not isinstance(said, dict) or said.get("type") != "lora":
+    if not isinstance(value, dict) or value.get("type") != "lora":
         raise ValueError(
-            f"{directory / CONFIG_FILE} says {_ADAPTER}={reprlib.repr(said)}, this version of medusa reads "
+            f"{directory / CONFIG_FILE} says {_ADAPTER}={reprlib.repr(value)}, this version of medusa reads "
             "type 'lora'"
         )
     config = read_json(directory / ADAPTER_CONFIG_FILE)

@@ -48,8 +48,8 @@ class BaseFingerprint:
     def of(cls, base: CausalLM) -> BaseFingerprint:
         """The fingerprint of a loaded model; an adapter in its layers does not change it."""
         config = base.config.get_text_config(decoder=True)
-        said = {key: getattr(config, key, None) for key in CONFIGURATION_KEYS}
-        known = {key: value for key, value in said.items() if isinstance(value, (int, str))}
+        recorded = {key: getattr(config, key, None) for key in CONFIGURATION_KEYS}
+        known = {key: value for key, value in recorded.items() if isinstance(value, (int, str))}
         return cls(_sample(embedding_rows(lm_head(base))), known)
 
     def as_json(self) -> dict[str, Any]:
@@ -66,8 +66,8 @@ class BaseFingerprint:
         Raises:
             ValueError: it is something else.
         """
-        said = raw if isinstance(raw, dict) else {"sample": ()}
-        sample, configuration = said.get("sample"), said.get("configuration", {})
+        recorded = raw if isinstance(raw, dict) else {"sample": ()}
+        sample, configuration = recorded.get("sample"), recorded.get("configuration", {})
         if not (sample is None or _is_sample(sample)) or not isinstance(configuration, dict):
             raise ValueError(
                 f"{origin} must hold a sample, null or a list of numbers, and a configuration, an object; "

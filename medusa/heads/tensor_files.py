@@ -177,16 +177,16 @@ def model_files(directory: Path) -> dict[Path, list[str] | None]:
 
 
 def _indexed_files(index: Path) -> dict[Path, list[str] | None]:
-    said = read_json(index).get("weight_map")
-    if not isinstance(said, dict) or not all(isinstance(each, str) for each in said.values()):
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(each, str) for each in weight_map.values()):
         raise ValueError(f"{index} must hold weight_map, from tensor names to files; download it again")
     files: dict[Path, list[str] | None] = {}
-    for shard in dict.fromkeys(said.values()):
+    for shard in dict.fromkeys(weight_map.values()):
         if Path(shard).name != shard:
             raise ValueError(
                 f"{index} names the file {shard!r}, which must be in the same directory; download it again"
             )
-        files[index.parent / shard] = [name for name, file in said.items() if file == shard]
+        files[index.parent / shard] = [name for name, file in weight_map.items() if file == shard]
     return files
 
 

@@ -221,10 +221,10 @@ def _read_plain(request: ReadRequest) -> ForeignHeads:
     """The head in a directory of the plain layout."""
     path = request.directory / CONFIG_FILE
     config = read_json(path)
-    said = config.get("architectures", [_ARCHITECTURE])
-    if not isinstance(said, list) or len(said) != 1 or said[0] not in _READ_ARCHITECTURES:
+    configured = config.get("architectures", [_ARCHITECTURE])
+    if not isinstance(configured, list) or len(configured) != 1 or configured[0] not in _READ_ARCHITECTURES:
         raise ValueError(
-            f"{path} says architectures={said!r}, and EAGLE-3 heads of a Llama layer say "
+            f"{path} says architectures={configured!r}, and EAGLE-3 heads of a Llama layer say "
             f"[{_ARCHITECTURE!r}]; other architectures are not read: use the engine that this one is for"
         )
     notes = []
@@ -361,8 +361,8 @@ def _layers_of(
     request: ReadRequest, config: Mapping[str, Any], nested: Mapping[str, Any], path: Path
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The fused layers, as vLLM takes them from config.json, and notes on decisions."""
-    said: Any = list(request.fused_layers) or config.get(_LAYERS_KEY) or nested.get(_LAYERS_KEY)
-    if not said:
+    configured: Any = list(request.fused_layers) or config.get(_LAYERS_KEY) or nested.get(_LAYERS_KEY)
+    if not configured:
         try:
             layers = default_layers(request.base)
         except ValueError as error:
@@ -370,12 +370,16 @@ def _layers_of(
         return layers, (f"{path.name} names no layers: {' '.join(map(str, layers))} are taken, as by vLLM",)
     where = "--fused-layers" if request.fused_layers else f"{path}: {_LAYERS_KEY}"
     count = request.base.config.get_text_config(decoder=True).num_hidden_layers
-    is_list = isinstance(said, list) and all(type(each) is int for each in said)
-    if not is_list or not all(1 <= each <= count for each in said) or len(set(said)) < len(said):
+    is_list = isinstance(configured, list) and all(type(each) is int for each in configured)
+    if (
+        not is_list
+        or not all(1 <= each <= count for each in configured)
+        or len(set(configured)) < len(configured)
+    ):
         raise ValueError(
             f"{where} must be different ints from 1 to {count}, the layers of the base model "
-            f"{request.base.name_or_path!r}, got {said!r:.200}; give the base that the head was trained on, "
-            "or the layers: --fused-layers"
+            f"{request.base.name_or_path!r}, got {configured!r:.200}; give the base that the head was "
+            "trained on, or the layers: --fused-layers"
         )
     notes: tuple[str, ...] = ()
     if request.fused_layers:
@@ -384,9 +388,9 @@ def _layers_of(
         notes = (
             f"{path.name} names layers in eagle_config, which vLLM takes for the states after so many layers "
             "and SGLang for one more; if medusa check shows hardly any acceptance, import again with "
-            f"--fused-layers {' '.join(str(each + 1) for each in sorted(said))}",
+            f"--fused-layers {' '.join(str(each + 1) for each in sorted(configured))}",
         )
-    return tuple(sorted(said)), notes  # vLLM sorts them
+    return tuple(sorted(configured)), notes  # vLLM sorts them
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -497,10 +501,10 @@ def _is_speculators_directory(directory: Path) -> bool:
 
 def _verifier_of(directory: Path) -> str | None:
     """The base that a directory in the layout of speculators names."""
-    said: Any = read_json(directory / CONFIG_FILE)
+    configured: Any = read_json(directory / CONFIG_FILE)
     for key in ("speculators_config", "verifier", "name_or_path"):
-        said = said.get(key) if isinstance(said, dict) else None
-    return said if isinstance(said, str) and said else None
+        configured = configured.get(key) if isinstance(configured, dict) else None
+    return configured if isinstance(configured, str) and configured else None
 
 
 VLLM_EAGLE3 = ForeignFormat(

@@ -132,11 +132,13 @@ def checked_against_config(
     """
     notes = []
     for key, value in held.items():
-        said = {**(defaults or {}), **config}.get(key)
-        if value is None or said is None or said == value:
+        configured = {**(defaults or {}), **config}.get(key)
+        if value is None or configured is None or configured == value:
             continue
         says = (
-            f"says {key}={said!r}" if key in config else f"leaves out {key}, which is then taken for {said!r}"
+            f"says {key}={configured!r}"
+            if key in config
+            else f"leaves out {key}, which is then taken for {configured!r}"
         )
         text = f"{config_path} {says}, and {where.name} holds {value!r}"
         if not trust:
@@ -207,8 +209,8 @@ def tree_changes(request: ToExport) -> list[str]:
 
 def vllm_command(method: str, directory: str, base: str, num_heads: int) -> str:
     """The command that serves an export with vLLM, which would guess the method from the directory's name."""
-    said = json.dumps({"method": method, "model": directory, "num_speculative_tokens": num_heads})
-    return shlex.join(["vllm", "serve", base, "--speculative-config", said])
+    settings = json.dumps({"method": method, "model": directory, "num_speculative_tokens": num_heads})
+    return shlex.join(["vllm", "serve", base, "--speculative-config", settings])
 
 
 def megabytes(size: float) -> str:

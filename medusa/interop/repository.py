@@ -191,7 +191,7 @@ def _explained_push_errors(
     except (HTTPError, OSError, RuntimeError) as error:  # RuntimeError: the upload of a large file failed
         cause = error.__cause__ or error if isinstance(error, RuntimeError) else error
         status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
-        said = str(cause).strip().partition("\n")[0] or type(cause).__name__
+        detail = str(cause).strip().partition("\n")[0] or type(cause).__name__
         if status == 401:
             raise PermissionError(
                 f"the hub at {api.endpoint} does not know the token that pushes to {name!r} (401); {LOG_IN}"
@@ -203,8 +203,8 @@ def _explained_push_errors(
             ) from error
         left = " The repository was created and may still be empty." if is_empty else ""
         raise ConnectionError(
-            f"the push to {name!r} at {api.endpoint} did not end ({said}). A push is one commit: it is there "
-            f"whole or not at all.{left} The same command tries again, with --overwrite if it is there"
+            f"the push to {name!r} at {api.endpoint} did not end ({detail}). A push is one commit: it is "
+            f"there whole or not at all.{left} The same command tries again, with --overwrite if it is there"
         ) from error
 
 

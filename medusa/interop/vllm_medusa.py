@@ -174,11 +174,11 @@ def _weights_file(directory: Path) -> Path:
 
 
 def _check_architecture(config: Mapping[str, Any], path: Path) -> None:
-    said = config.get("architectures", [_ARCHITECTURE])
-    if said != [_ARCHITECTURE]:
+    configured = config.get("architectures", [_ARCHITECTURE])
+    if configured != [_ARCHITECTURE]:
         raise ValueError(
-            f"{path} says architectures={said!r}, and vLLM loads Medusa heads for [{_ARCHITECTURE!r}] or "
-            "where the key is not there; mend it"
+            f"{path} says architectures={configured!r}, and vLLM loads Medusa heads for [{_ARCHITECTURE!r}] "
+            "or where the key is not there; mend it"
         )
 
 

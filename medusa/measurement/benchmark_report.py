@@ -32,11 +32,11 @@ def add_texts(
 ) -> None:
     """Each prompt with plain decoding's text; of all the price, and the text where it is another."""
     given = by_contender(answers)
-    said = {name: conversations(setting, each) for name, each in given.items()}
-    for number, (_, expected) in said[PLAIN].items():
+    texts = {name: conversations(setting, each) for name, each in given.items()}
+    for number, (_, expected) in texts[PLAIN].items():
         report.add_line(f"─── {prompts[number].messages[-1]['content']}", "bold")
         report.add_line(tokenizer.decode(expected, skip_special_tokens=True) + "\n", soft_wrap=True)
-        for name, answered in said.items():
+        for name, answered in texts.items():
             tokens = answered[number][1]
             first = next(each for each in given[name] if number in setting.prompt_numbers(each.question))
             price = f"{name}: {sum(map(len, first.tokens))} tokens in {first.seconds:.1f} s"

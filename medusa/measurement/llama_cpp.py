@@ -138,12 +138,12 @@ def answered_by(model: LlamaCpp, ends: Collection[int]) -> Any:
             raise ValueError("llama.cpp draws from another generator; compare it at temperature 0")
         if streamer is not None:
             streamer.put(input_ids)
-        said: list[int] = []
+        new_ids: list[int] = []
         for token in model.tokens(input_ids[0].tolist(), max_new_tokens, ends):
-            said.append(token)
+            new_ids.append(token)
             if streamer is not None:
                 streamer.put(torch.tensor([token]))
-        sequences: Any = torch.cat([input_ids, torch.tensor([said])], dim=1)
+        sequences: Any = torch.cat([input_ids, torch.tensor([new_ids])], dim=1)
         return GenerateDecoderOnlyOutput(sequences=sequences)
 
     return answer

@@ -115,11 +115,11 @@ def by_contender(answers: Iterable[Answer]) -> dict[str, list[Answer]]:
 
 def tokens_by_prompt(answers: Iterable[Answer]) -> dict[tuple[int, int, int], Tokens]:
     """[question, seed, row] = the tokens of one system's first answer there."""
-    said: dict[tuple[int, int, int], Tokens] = {}
+    tokens_of: dict[tuple[int, int, int], Tokens] = {}
     for answer in answers:
         for row, tokens in enumerate(answer.tokens):
-            said.setdefault((answer.question, answer.seed, row), tokens)
-    return said
+            tokens_of.setdefault((answer.question, answer.seed, row), tokens)
+    return tokens_of
 
 
 def total_statistics(answers: Iterable[Answer]) -> DecodingStatistics:

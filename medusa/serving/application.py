@@ -474,15 +474,15 @@ class _Record:
         self.answers, self.num_prompt, self.began = answers, num_prompt, time.monotonic()
         self.is_written = False
         self.state = request.scope["state"]
-        self.said = {"request_id": self.state["request_id"], "path": request.url.path}
-        self.said |= {"stream": asked.stream, "n": asked.n}
+        self.entry = {"request_id": self.state["request_id"], "path": request.url.path}
+        self.entry |= {"stream": asked.stream, "n": asked.n}
         self.num_choices = asked.n  # of each prompt
         self.num_to_read = num_prompt * asked.n
         if unread := self.state["unread"]:
-            self.said["ignored"] = unread[:MAX_TOLD]
+            self.entry["ignored"] = unread[:MAX_TOLD]
         if log_prompts:
             prompt = asked.messages if isinstance(asked, ChatRequest) else asked.prompt
-            self.said["prompt"] = prompt if isinstance(prompt, str) else [*map(_as_json, prompt)]
+            self.entry["prompt"] = prompt if isinstance(prompt, str) else [*map(_as_json, prompt)]
 
     @functools.cached_property
     def usage(self) -> dict[str, Any]:
@@ -494,7 +494,7 @@ class _Record:
         ended = [answer.finish_reason or "cancelled" for answer in self.answers]
         counted = {**self.usage, "seconds": round(time.monotonic() - self.began, 4), "ended": ended}
         self.is_written = True
-        log.info(json.dumps({**self.said, **counted}, default=str))
+        log.info(json.dumps({**self.entry, **counted}, default=str))
 
 
 def _as_json(part: Any) -> Any:

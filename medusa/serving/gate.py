@@ -146,9 +146,9 @@ def _log_refusal(scope: Any) -> None:
     state = scope["state"]
     refusal = state.get("refusal")
     if refusal is not None and "is_logged" not in state:
-        said = {"request_id": state["request_id"], "path": scope["path"][:MAX_LOGGED_PATH]}
+        entry = {"request_id": state["request_id"], "path": scope["path"][:MAX_LOGGED_PATH]}
         log.info(
-            json.dumps({**said, "refused": refusal.status, "code": refusal.code, "param": refusal.param})
+            json.dumps({**entry, "refused": refusal.status, "code": refusal.code, "param": refusal.param})
         )
 
 

@@ -266,13 +266,13 @@ class OutputParser:
         return True
 
     def _call_by_whole_object(self) -> Asking:
-        before, said = self._held[: self._at], list[str]()
+        before, pieces = self._held[: self._at], list[str]()
         self._commit()
-        yield from self._object(said.append)
-        given = _json("".join(said))
+        yield from self._object(pieces.append)
+        given = _json("".join(pieces))
         arguments = given and next((given[key] for key in ARGUMENTS if key in given), None)
         if not isinstance(arguments, dict) or given.get("name") not in self._tools:
-            self._held = before + "".join(said) + self._held
+            self._held = before + "".join(pieces) + self._held
             return False
         self._call(given["name"])
         self._argue(_quoted(arguments))

@@ -65,16 +65,16 @@ class Replies:
         choices = []
         for index, of_choice in enumerate(updates):
             pieces = [piece for update in of_choice for piece in update.pieces]
-            said, reason = self._said(index, replace(of_choice[-1], pieces=pieces))
+            message, reason = self._message(index, replace(of_choice[-1], pieces=pieces))
             choice: dict[str, Any] = {"index": index, "finish_reason": reason}
             if self.is_chat:
-                calls = said.get("tool_calls", ())
+                calls = message.get("tool_calls", ())
                 for call in calls:
                     del call["index"]
-                said = {"content": None if calls else "", **said}
-                choice["message"] = {"role": "assistant", **said}
+                message = {"content": None if calls else "", **message}
+                choice["message"] = {"role": "assistant", **message}
             else:
-                choice["text"] = "".join(self._echoed[index : index + 1]) + said.get("content", "")
+                choice["text"] = "".join(self._echoed[index : index + 1]) + message.get("content", "")
             entries = [entry for update in of_choice for entry in update.logprobs]
             choice["logprobs"] = self._logprobs(index, entries)
             choices.append(choice)
@@ -96,16 +96,16 @@ class Replies:
 
     def part(self, index: int, update: Update) -> list[Any]:
         """The chunk of an update; none where there is nothing to tell yet."""
-        said, reason = self._said(index, update)
+        message, reason = self._message(index, update)
         logprobs = self._logprobs(index, update.logprobs) if update.logprobs else None
         shows = self.wants_depths and bool(update.pieces)
-        if not said and not shows and logprobs is None and reason is None:
+        if not message and not shows and logprobs is None and reason is None:
             return []
         choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": logprobs}
         if self.is_chat:
-            choice["delta"] = said
+            choice["delta"] = message
         else:
-            choice["text"] = said.get("content", "")
+            choice["text"] = message.get("content", "")
         if self.wants_depths:
             choice["medusa"] = {
                 "pieces": [[piece.text, piece.depth] for piece in update.pieces],
@@ -122,21 +122,21 @@ class Replies:
         """The last chunks of a stream that cannot go on."""
         return [error.body, DONE]
 
-    def _said(self, index: int, update: Update) -> tuple[dict[str, Any], str | None]:
+    def _message(self, index: int, update: Update) -> tuple[dict[str, Any], str | None]:
         """The message or the delta of an update, and the finish reason if the answer ends."""
         if not self.is_chat:
             text = "".join(piece.text for piece in update.pieces)
             return ({"content": text} if text else {}), update.finish_reason
         parts, reason = read(self._readers[index], update)
-        said: dict[str, Any] = {}
+        message: dict[str, Any] = {}
         for part in parts:
             if part.kind == "text":
-                said["content"] = said.get("content", "") + part.text
+                message["content"] = message.get("content", "") + part.text
             elif part.kind == "reasoning":
-                said["reasoning_content"] = said["reasoning"] = said.get("reasoning", "") + part.text
+                message["reasoning_content"] = message["reasoning"] = message.get("reasoning", "") + part.text
             else:
-                _add_to_calls(said.setdefault("tool_calls", []), part)
-        return said, reason
+                _add_to_calls(message.setdefault("tool_calls", []), part)
+        return message, reason
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"

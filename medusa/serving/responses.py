@@ -211,10 +211,10 @@ class ResponsesRequest(SharedFields):
                 named = {"tool_call_id": item.call_id, "name": names.get(item.call_id or "")}
                 messages.append({"role": "tool", "content": text_of(item.output), **named})
             else:
-                said = {"role": item.role, "content": text_of(item.content)}
+                message = {"role": item.role, "content": text_of(item.content)}
                 if item.role == "assistant":
-                    said["reasoning_content"], thought = thought, None
-                messages.append(said)
+                    message["reasoning_content"], thought = thought, None
+                messages.append(message)
         return messages
 
 

@@ -195,8 +195,10 @@ class Service:
         if [cut, *others] == [messages, [*tools], arguments]:
             return text
         # Some templates look for such text in earlier answers, such as the end of reasoning.
-        said = [old if old["role"] == "assistant" else new for old, new in zip(messages, cut, strict=True)]
-        for given in (cut, said):
+        kept_answers = [
+            old if old["role"] == "assistant" else new for old, new in zip(messages, cut, strict=True)
+        ]
+        for given in (cut, kept_answers):
             marked = self._rendered(given, *others)
             if marked.replace(self._mark, "") == text:
                 return marked

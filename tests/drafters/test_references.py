@@ -116,8 +116,8 @@ def test_a_source_is_believed_by_how_often_it_was_right():
     def trust_after(num_steps, is_right, trust):
         before, now = [7, 8], [7, 8, 9 if is_right else 5]
         for _ in range(num_steps):
-            said = continuations(context_of(before, [7, 8, 9]), 1, trust).said
-            continuations(context_of(now, [7, 8, 9]), 1, trust, said)
+            source_guesses = continuations(context_of(before, [7, 8, 9]), 1, trust).source_guesses
+            continuations(context_of(now, [7, 8, 9]), 1, trust, source_guesses)
         return trust
 
     wrong = trust_after(200, False, torch.zeros(3))
@@ -132,12 +132,12 @@ def test_a_source_is_believed_by_how_often_it_was_right():
 
 
 def test_rows_that_left_or_joined_teach_nothing():
-    said = continuations(context_of([7, 7, 8], [7, 8, 9]), 1).said
+    source_guesses = continuations(context_of([7, 7, 8], [7, 8, 9]), 1).source_guesses
     trust = torch.zeros(3)
-    continuations(context_of([7, 8], [7, 8, 9]), 1, trust, said)
-    continuations(context_of([7, 7, 8, 5], [7, 8, 9]), 1, trust, torch.cat([said, said]))
+    continuations(context_of([7, 8], [7, 8, 9]), 1, trust, source_guesses)
+    continuations(context_of([7, 7, 8, 5], [7, 8, 9]), 1, trust, torch.cat([source_guesses, source_guesses]))
     assert trust.count_nonzero() == 0
-    continuations(context_of([7, 7, 8, 5], [7, 8, 9]), 1, trust, said)
+    continuations(context_of([7, 7, 8, 5], [7, 8, 9]), 1, trust, source_guesses)
     assert trust[1] < 0
 
 

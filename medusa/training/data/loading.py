@@ -119,10 +119,10 @@ class Renderer:
                 "its answer"
             )
         prompt, answer = (message["content"] for message in example.messages)
-        said, unshown = example.messages[1], "reasoning or tool calls without a template that shows them"
+        last_text, unshown = example.messages[1], "reasoning or tool calls without a template that shows them"
         for why, is_so in (
-            ("an answer that its row takes out", said.get("train") is False),
-            (unshown, said.get("reasoning_content") or said.get("tool_calls")),
+            ("an answer that its row takes out", last_text.get("train") is False),
+            (unshown, last_text.get("reasoning_content") or last_text.get("tool_calls")),
             ("an empty answer", not answer),
         ):
             if is_so:
@@ -168,8 +168,8 @@ class Renderer:
             return self._skip("an answer that the template writes otherwise than the model")
         answer = shown[len(prompt) :].rstrip()
         if is_cut:
-            said = content or reasoning
-            answer = answer[: answer.rfind(said) + len(said)]
+            last_text = content or reasoning
+            answer = answer[: answer.rfind(last_text) + len(last_text)]
         return prompt, answer
 
     def _opens_reasoning(self, prompt: str, example: Example, index: int) -> bool:

@@ -166,8 +166,8 @@ def _reply(response: httpx.Response) -> Reply | None:
         body: dict[str, Any] = response.json()
         choice = body["choices"][0]
         given = choice["message"]
-        said = {key: given.get(key) for key in ("content", *ANSWER_KEYS)}
-        (message,) = read_messages([{"role": "assistant", **said}], "the answer")
+        fields = {key: given.get(key) for key in ("content", *ANSWER_KEYS)}
+        (message,) = read_messages([{"role": "assistant", **fields}], "the answer")
         for call in message.get("tool_calls", ()):
             call.pop("id", None)  # specific to this answer
         check_keepable(message, "the answer")

@@ -50,7 +50,7 @@ class OnlineHiddenStates:
         """Take part in the other processes' forward passes until none has a micro-batch left."""
 
 
-class _SharedLiveStates(OnlineHiddenStates):
+class _SharedHiddenStates(OnlineHiddenStates):
     """The states of a base whose weights are split among all processes of the launch.
 
     All of them must call it, equally often, or :meth:`finish` before they do something else.
@@ -118,7 +118,7 @@ def load_live(
         end_on(base, device)
     live = OnlineHiddenStates(base)
     if options.is_shared:
-        live = _SharedLiveStates(base, options.base_placement == "tensor_parallel", timeout_minutes)
+        live = _SharedHiddenStates(base, options.base_placement == "tensor_parallel", timeout_minutes)
     check_causal(live, options.base)
     return live
 

@@ -265,11 +265,11 @@ def _identity_of(base: CausalLM) -> dict[str, str]:
     in memory its LM head is known. The configuration includes rotary settings, windows and scales.
     """
     config, directory = base.config.to_dict(), Path(base.name_or_path)
-    said = {key: each for key, each in config.items() if key not in _NOT_THE_MODEL and key[:1] != "_"}
+    settings = {key: each for key, each in config.items() if key not in _NOT_THE_MODEL and key[:1] != "_"}
     weights = digest_of_weights(directory) if base.name_or_path and directory.is_dir() else None
     if (commit := getattr(base.config, "_commit_hash", None)) is not None:
         weights = f"commit {commit}"
-    configuration = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+    configuration = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
     return {
         "weights": weights or f"sample {BaseFingerprint.of(base).sample}",
         "configuration": configuration,
