@@ -186,7 +186,7 @@ def test_sampled_rules_are_paired_with_token_verification_and_biased_pairs_refus
     assert report["identical"] is True and report["num_answers"] == 3
     assert len(report["acceptance_rate"]["heads x token"]) == 3, "a rule that walks one path gets a chain"
     assert "point mass, so a test on p/q is biased" in report["skipped"]["suffix x token"]
-    assert "q depends on the text alone" in report["skipped"]["heads x greedy_block"]
+    assert "q depends only on the text" in report["skipped"]["heads x greedy_block"]
     assert "early-exit x greedy_block" not in report["skipped"]
     assert [(row["drafter"], row["rule"], row["against"]) for row in report["ratios"]] == [
         ("heads", "block", "token"),

@@ -252,7 +252,7 @@ def test_the_first_ctrl_c_ends_the_answer_after_its_step_and_keeps_what_was_said
     terminal.ask("Count")
     assert terminal.session.messages[-1] == {"role": "assistant", "content": "One "}
     assert terminal.session.answers[-1].ended_by == "interrupt"
-    assert "what was said so far stays in the conversation" in printed()
+    assert "the text so far stays in the conversation" in printed()
     assert signal.getsignal(signal.SIGINT) is before
     terminal.session.model._steps = steps
     terminal.ask("And?")

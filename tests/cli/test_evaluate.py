@@ -218,7 +218,7 @@ def test_held_out_conversations_are_those_of_the_training_runs(tmp_path):
     other = {**record, "configuration": {**record["configuration"], "seed": 7, "packing": True}}
     with pytest.raises(ValueError, match="'a' and 'b' held out other conversations: seed was 0 and is 7"):
         held_out_answers({"a": record, "b": other}, chat_tokenizer())
-    with pytest.raises(ValueError, match="the heads 'b' do not say what they were trained on"):
+    with pytest.raises(ValueError, match="the heads 'b' do not record their training data"):
         held_out_answers({"a": record, "b": {}}, chat_tokenizer())
     write_rows(path, counting_rows(60))
     with pytest.raises(ValueError, match="the data have changed since"):

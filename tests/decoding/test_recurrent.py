@@ -202,7 +202,7 @@ def test_rules_for_sampled_chains_run(rule):
     model, prompt = model_of("lfm2"), random_prompts(1, 9)
     options = {"max_new_tokens": 30, "do_sample": True, "seed": 1, "acceptance": rule}
     if RULES[rule].context_only_proposal:
-        with pytest.raises(ValueError, match="needs a drafter whose q depends on the text alone"):
+        with pytest.raises(ValueError, match="needs a drafter whose q depends only on the text"):
             model.generate(prompt, **options)
     else:
         assert model.generate(prompt, **options).shape == (1, 39)

@@ -506,11 +506,11 @@ def test_impossible_pairs_are_refused_with_the_reason():
         model.generate(random_prompts(1, 4), **options, drafter=SuffixDrafter(), acceptance="token")
     with pytest.raises(ValueError, match="the rule walks one path; draft a chain"):
         model.generate(random_prompts(1, 4), **options, drafter=heads_drafter(base), acceptance="block")
-    with pytest.raises(ValueError, match="q depends on the text alone"):
+    with pytest.raises(ValueError, match="q depends only on the text"):
         model.generate(
             random_prompts(1, 4), **options, drafter=heads_drafter(base, CHAIN), acceptance="greedy_block"
         )
-    with pytest.raises(ValueError, match="q depends on the text alone"):
+    with pytest.raises(ValueError, match="q depends only on the text"):
         int8 = LowPrecisionDrafter(low_precision(base), CHAIN)
         model.generate(random_prompts(1, 4), **options, drafter=int8, acceptance="greedy_block")
     with pytest.raises(ValueError, match=r"acceptance must be .* got 'lucky'"):

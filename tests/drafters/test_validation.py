@@ -161,7 +161,7 @@ SPOILS = {
     "tokens that are no integers": (with_tokens(lambda tokens: tokens.float()), "got torch.float32"),
     "a child before its parent": (
         with_parents([0, 0, 3, 0, 1, 2, 3], [0, 1, 2, 1, 2, 2, 2]),
-        "parents stand before their children",
+        "parents come before their children",
     ),
     "depths that are none": (with_parents([0, 0, 0, 1, 1, 2, 3], [0, 1, 1, 2, 1, 2, 3]), "depths are those"),
     "ancestors of another tree": (
