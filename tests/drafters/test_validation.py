@@ -163,7 +163,7 @@ SPOILS = {
         with_parents([0, 0, 3, 0, 1, 2, 3], [0, 1, 2, 1, 2, 2, 2]),
         "parents come before their children",
     ),
-    "depths that are none": (with_parents([0, 0, 0, 1, 1, 2, 3], [0, 1, 1, 2, 1, 2, 3]), "depths are those"),
+    "depths that are none": (with_parents([0, 0, 0, 1, 1, 2, 3], [0, 1, 1, 2, 1, 2, 3]), "depths are the"),
     "ancestors of another tree": (
         with_topology(ancestors=lambda tree: tree.ancestors.flip(1)),
         "ancestors, lineage and is_chain follow from its parents",
