@@ -62,7 +62,7 @@ BASES = {
 }
 MESSAGES = {
     "t5": "a t5 model; choose a decoder-only one",
-    "bert": "whose states depend on tokens behind them",
+    "bert": "whose states depend on later tokens",
 }
 
 
