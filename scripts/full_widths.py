@@ -163,12 +163,12 @@ def random_eagle3(base: Any) -> HeadsCheckpoint:
     return HeadsCheckpoint(head.eval(), base.name_or_path, tree=CandidateTree.chain(3))
 
 
-# ------------------------------------------------------------------ what is tried
+# ------------------------------------------------------------------ the attempts
 
 
 @dataclass
 class Tried:
-    """What was tried of one family."""
+    """The attempts with one family."""
 
     passed: dict[str, int] = field(default_factory=dict)
     """By column of the page."""
@@ -176,7 +176,7 @@ class Tried:
     seconds: float = 0.0
 
     def note(self, column: str, what: str, fault: str | None) -> None:
-        """Count one attempt; ``fault`` says what is wrong with it."""
+        """Count one attempt; ``fault`` is its error."""
         self.passed[column] = self.passed.get(column, 0) + (fault is None)
         if fault is not None:
             self.failed.append(f"{column}, {what}: {fault}")
@@ -252,7 +252,7 @@ def difference(ours: Tensor, theirs: Tensor) -> str | None:
 
 
 def try_commands(directory: Path, tried: Tried) -> None:
-    """Training from live and from stored states, and what is done with its heads."""
+    """Training from live and from stored states, and commands with its heads."""
     data, base = directory / "data.jsonl", ("--base", str(directory))
     rows = [f"Row {index} of a few words, to learn from." for index in range(24)]
     messages = [
@@ -286,7 +286,7 @@ def try_commands(directory: Path, tried: Tried) -> None:
 
 
 def _ran(words: list[str]) -> str | None:
-    """What a command said last where it failed."""
+    """The last output of a failed command."""
     with tempfile.TemporaryFile("w+") as said:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             status = medusa(words)
@@ -331,7 +331,7 @@ COLUMNS = (*(f"{engine}, {step}" for engine in ENGINES for step in STEPS), "comm
 
 
 def page(found: dict[str, Tried]) -> str:
-    """The guide: what was tried, and how much of it was right."""
+    """The guide: attempts and successes."""
     lines = [
         *ABOUT.splitlines(),
         "",
@@ -355,7 +355,7 @@ def _count(tried: Tried, column: str) -> str:
 
 
 def _in_a_process_of_its_own(name: str) -> Tried:
-    """What is tried of one family: the next finds all memory free."""
+    """The attempts with one family, in a process of its own: the next finds all memory free."""
     command = [sys.executable, __file__, "--only", name, "--json"]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     lines = ran.stdout.strip().splitlines()
@@ -365,7 +365,7 @@ def _in_a_process_of_its_own(name: str) -> Tried:
 
 
 def main() -> int:
-    """Try the families that are asked for, print what was found, and write the page after all of them."""
+    """Try the requested families, print the results, and write the page after all of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

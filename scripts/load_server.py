@@ -1,4 +1,5 @@
-"""Load servers as many users at once would, one server after the other, and say how long the users waited.
+"""Load servers like many simultaneous users, one server after the other, and report how long the users
+waited.
 
     medusa serve --port 8000
     medusa serve --port 8001 --plain
@@ -48,21 +49,21 @@ class LoadTestOptions:
     api_key: str = "none"
     """Sent as Bearer key."""
     tokenizer: str = EMBEDDED_BASE
-    """Counts the tokens of what has come."""
+    """Counts the tokens of received text."""
     clients: GrowingInts = (1, 4)
     """How many ask at once; one run of each server for each number."""
     seconds: float = 30.0
-    """Of a run. What is still being answered then is counted as far as it has come."""
+    """Length of a run. Unfinished answers count as far as they have come."""
     pause: float = 0.0
     """Mean seconds between an answer and the client's next question."""
     max_new_tokens: tuple[int, int] = (32, 128)
-    """The shortest and the longest answer that is asked for; drawn for each question."""
+    """The shortest and the longest requested answer; drawn for each question."""
     long_prompt: int = 0
     """Words of a prompt that one more client asks with, over and over, while the others are timed."""
     temperature: float = 0.0
-    """Of all answers."""
+    """Temperature of all answers."""
     seed: int = 0
-    """Of lengths, pauses and sampling."""
+    """Seed of lengths, pauses and sampling."""
     prompts: PromptOptions = PromptOptions()
     report: ReportOptions = ReportOptions()
 
@@ -77,10 +78,10 @@ class LoadTestOptions:
 
 @dataclass
 class Waits:
-    """What one run has seen."""
+    """The measurements of one run."""
 
     texts: dict[int, str] = field(default_factory=dict)
-    """What came of each answer, by the number of its question."""
+    """The outcome of each answer, by the number of its question."""
     num_answers: int = 0
     """Answers that came to their end."""
     first: list[float] = field(default_factory=list)
@@ -105,7 +106,7 @@ class Waits:
 
 
 def percentiles(values: list[float]) -> dict[str, float | None]:
-    """Those of :data:`PERCENTILES`; None without values."""
+    """The percentiles of :data:`PERCENTILES`; None without values."""
     return {f"p{each}": float(np.percentile(values, each)) if values else None for each in PERCENTILES}
 
 
@@ -181,7 +182,7 @@ def named_server(given: str, api_key: str) -> tuple[str, str, str]:
     """Name, URL and model of a server.
 
     Raises:
-        ValueError: it names no model, and is not told which.
+        ValueError: the server names no model, and none was given.
     """
     name, _, rest = given.partition("=")
     url, _, model = rest.partition(",")

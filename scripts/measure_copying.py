@@ -1,4 +1,4 @@
-"""How much sooner answers come where guesses are copied from a prediction, or from what was answered before.
+"""The speed-up from drafts that are copied from a prediction, or from earlier answers.
 
     python scripts/measure_copying.py edits.jsonl --limit 24
 
@@ -35,7 +35,7 @@ def main(
     max_new_tokens: int = 256,
     fill: int = 0,
 ) -> None:
-    """Time four ways to answer; ``fill`` puts so many random tokens into each corpus first."""
+    """Time four ways to answer; ``fill`` is the number of random tokens put into each corpus first."""
     model = MedusaModel.from_pretrained(base, heads=heads, engine=engine, step=step)
     asked = [list(each.messages) for each in read_prompts(prompts, limit)]
     rows = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -1,12 +1,12 @@
-"""What a graphics card has to answer: one process, a JSON line for each answer, the most valuable first.
+"""Measurements on a graphics card: one process, a JSON line for each answer, the most valuable first.
 
     python scripts/on_gpu.py > answers.jsonl                # as much as nine minutes hold
     python scripts/on_gpu.py --only exact steps             # the questions whose names begin so
     python scripts/on_gpu.py --dry-run                      # all of them, tiny, on a CPU
 
 It wants this checkout, torch and transformers; no base, no network and nothing else that has to be installed.
-Nothing is written to disk. What fails is an answer too, with its error, and the exit status is then 1, as it
-is where a text is not exact.
+Nothing is written to disk. A failure is an answer too, with its error, and the exit status is then 1, as for
+a text that is not exact.
 
 versions    what runs, and which attention torch likes best
 noise       whether the noise that chooses tokens is that of the CPU, bit for bit
@@ -58,7 +58,7 @@ DRAFTERS = ("plain", "heads", "dynamic-heads+suffix")
 
 
 class Card:
-    """The device that is asked, and how large the questions are: tiny in a dry run, which has no card."""
+    """The device, and the sizes of the measurements: tiny in a dry run without a card."""
 
     def __init__(self, device: str, is_tiny: bool):
         self.device, self.is_tiny = torch.device(device), is_tiny
@@ -87,7 +87,7 @@ class Card:
         return torch.randint(3, 300, (num_rows, length), generator=generator).to(self.device)
 
     def milliseconds(self, work: Callable[[], Any], runs: int = 20) -> dict[str, float]:
-        """Of the first call, and the median of those that follow."""
+        """Seconds of the first call, and the median of later ones."""
         taken = []
         for _ in range(4 + (1 if self.is_tiny else runs)):
             wait_for(self.device)
@@ -150,7 +150,7 @@ def noise(card: Card) -> Answer:
 
 
 def agreement(card: Card, dtype: torch.dtype, step: str, drafter: str, rule: str) -> Answer:
-    """The part of the text that is that of plain decoding; twice where graphs are kept for the second."""
+    """The fraction of the text that equals plain decoding; twice where graphs are kept for the second."""
     base, prompt = card.base(dtype, TINY), card.prompt(2, 40)
     model = MedusaModel(base, MedusaHeads(HeadsConfig(TINY["hidden_size"], TINY["vocab_size"], 3)), bushy(12))
     options = {**RULES[rule], "max_new_tokens": 12 if card.is_tiny else 60}
@@ -181,7 +181,7 @@ def seconds_of_steps(card: Card, step: str, nodes: str, drafter: str = "heads") 
 
 
 def kernels(card: Card) -> Answer:
-    """Of one replay: its time, that of all its kernels together, and the longest."""
+    """Times of one replay: in total, of all its kernels together, and of the longest."""
     from torch.profiler import ProfilerActivity, profile
 
     runner = next(reversed(card.last._steps.captured.values()))
@@ -240,7 +240,7 @@ def theirs_compiled(card: Card) -> Answer:
 
 
 def training(card: Card) -> Answer:
-    """In bfloat16 under a frozen base, 2,048 tokens a row: states alone, then four heads on them."""
+    """In bfloat16 under a frozen base, 2,048 tokens a row: only states, then four heads on them."""
     base, ids = card.large, card.prompt(1 if card.is_tiny else 4, 32 if card.is_tiny else 2048)
     base.requires_grad_(False)
     embedding = base.get_output_embeddings()
@@ -273,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--minutes", type=float, default=9.0, help="no question is begun when so many are over"
+        "--minutes", type=float, default=9.0, help="minutes after which no further question starts"
     )
     parser.add_argument("--only", nargs="+", default=[""], help="how the names of those begin that are asked")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ...")
