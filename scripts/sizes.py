@@ -36,7 +36,7 @@ from medusa import CandidateTree, MedusaModel
 from medusa.console import log_console
 from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_bytes
-from medusa.measurement.llama_cpp import LlamaCpp, missing_llama_cpp
+from medusa.measurement.llama_cpp import LlamaCpp, llama_cpp_unsupported_reason
 from medusa.measurement.report import end_with_json
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -324,7 +324,9 @@ def main() -> None:
         return
     log, found = log_console(), {}
     contenders = [
-        each for each in options.contenders if not each.startswith("llama") or not missing_llama_cpp()
+        each
+        for each in options.contenders
+        if not each.startswith("llama") or not llama_cpp_unsupported_reason()
     ]
     for shape in options.shapes:
         directory = options.directory / shape

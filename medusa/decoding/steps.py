@@ -36,7 +36,7 @@ from medusa.decoding.state import DecodeRequest
 from medusa.decoding.static import StaticRows, StepRunner, static_drafter, warn_of_static_steps
 from medusa.decoding.step import ModelRunner
 from medusa.drafters.protocol import Drafter
-from medusa.engine.compiled import CompiledPass, library_paths, missing_for_compiled_layers
+from medusa.engine.compiled import CompiledPass, layers_unsupported_reason, library_paths
 from medusa.engine.optimized_heads import compile_heads, parts_of_heads
 from medusa.engine.snapshot import alteration_of
 from medusa.engine.views import packed_as
@@ -119,7 +119,7 @@ class Steps:
     @property
     def can_compile(self) -> bool:
         """Whether ``compiled`` steps run here, on libraries that are compiled ahead."""
-        return missing_for_compiled(self.base) is None
+        return compiled_unsupported_reason(self.base) is None
 
     def runner_of_many(self, step: StepKind, layers: tuple[int, ...]) -> ModelRunner:
         """The passes of a batch that requests join, with the states of ``layers``.
@@ -146,12 +146,12 @@ def check_step(step: str, base: CausalLM) -> None:
             f"step={step!r} needs a base whose layers are all attention, and {type(base).__name__} keeps a "
             "state, whose passes have no fixed shape; use step='general'"
         )
-    lacks = _MISSING[step](base) if step in _MISSING else None
+    lacks = _UNSUPPORTED_REASON[step](base) if step in _UNSUPPORTED_REASON else None
     if lacks is not None:
         raise ValueError(f"step={step!r} needs {lacks}; use step='static', which any model runs")
 
 
-def missing_for_compiled(base: CausalLM) -> str | None:
+def compiled_unsupported_reason(base: CausalLM) -> str | None:
     """The requirement of a compiled step that ``base`` does not meet; None without any."""
     if keeps_state(base):
         return "a base whose layers are all attention, and this one keeps a state"
@@ -159,10 +159,10 @@ def missing_for_compiled(base: CausalLM) -> str | None:
         return "a model in one place, and this one is sharded (device_map)"
     if packed_as(base) is None:
         return "engine='packed' or 'int8', whose layers are compiled ahead on a CPU"
-    return missing_for_compiled_layers(base)
+    return layers_unsupported_reason(base)
 
 
-def missing_for_captured(base: CausalLM) -> str | None:
+def captured_unsupported_reason(base: CausalLM) -> str | None:
     """The requirement of a captured step that ``base`` does not meet; None without any."""
     devices = sorted({str(parameter.device) for parameter in base.parameters()})
     if _is_sharded(base) or len(devices) > 1:
@@ -172,9 +172,9 @@ def missing_for_captured(base: CausalLM) -> str | None:
     return None
 
 
-_MISSING: dict[str, Callable[[CausalLM], str | None]] = {
-    "compiled": missing_for_compiled,
-    "captured": missing_for_captured,
+_UNSUPPORTED_REASON: dict[str, Callable[[CausalLM], str | None]] = {
+    "compiled": compiled_unsupported_reason,
+    "captured": captured_unsupported_reason,
 }
 
 

@@ -49,7 +49,7 @@ from medusa.heads.autoregressive_head import AutoregressiveHead, Heads, check_he
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa.heads.eagle3 import Eagle3Head
 from medusa.heads.fingerprint import warn_of_another_base
-from medusa.heads.mtp import missing_mtp, own_head
+from medusa.heads.mtp import mtp_unsupported_reason, own_head
 from medusa.options import StepKind, check_at_least
 from medusa.trees.candidate_tree import CandidateTree
 
@@ -127,7 +127,7 @@ class NamedDrafter:
     make: Callable[[DraftHost, DrafterSettings], Drafter]
     """Makes the drafter, with a tree of its own; slow work is done here, once. Others are derived by
     ``with_tree``."""
-    missing: Callable[[DraftHost, DrafterSettings], str | None] = lambda host, settings: None
+    missing_requirement: Callable[[DraftHost, DrafterSettings], str | None] = lambda host, settings: None
     """The missing requirement, and its flag; None when the drafter can work."""
     needs_heads: bool = False
     """Whether it drafts with the heads of the model, which must then be loaded, and in the model's trees."""
@@ -241,7 +241,7 @@ DRAFTERS: dict[str, NamedDrafter] = {
             _eagle3,
             _missing_eagle3,
         ),
-        NamedDrafter("mtp", _mtp, lambda host, settings: missing_mtp(host.base)),
+        NamedDrafter("mtp", _mtp, lambda host, settings: mtp_unsupported_reason(host.base)),
         NamedDrafter("draft-model", _draft_model, _missing_draft_model),
         NamedDrafter("early-exit", _early_exit, _missing_exit_layer),
         NamedDrafter(
@@ -297,7 +297,7 @@ class DrafterFactory:
     def available(self) -> list[str]:
         """The names that work with this model and these settings, plain decoding left out."""
         found = (named for named in DRAFTERS.values() if named.name != "plain")
-        return [named.name for named in found if not named.missing(self._host, self._settings)]
+        return [named.name for named in found if not named.missing_requirement(self._host, self._settings)]
 
     def make(
         self,
@@ -368,7 +368,7 @@ class DrafterFactory:
 
     def _drafter(self, part: str) -> Drafter:
         """The instance from which all others called ``part`` are derived."""
-        if missing := DRAFTERS[part].missing(self._host, self._settings):
+        if missing := DRAFTERS[part].missing_requirement(self._host, self._settings):
             raise ValueError(f"drafter {part!r} needs {missing}")
         if part not in self._made:
             self._made[part] = DRAFTERS[part].make(self._host, self._settings)

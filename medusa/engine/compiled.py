@@ -66,7 +66,7 @@ READ_ON_THE_HOST = ("dynamic", "longrope")
 """Kinds of rotary angles that ask how long the text is, which no program can."""
 
 
-def missing_for_compiled_layers(view: CausalLM) -> str | None:
+def layers_unsupported_reason(view: CausalLM) -> str | None:
     """The requirement of :class:`CompiledPass` that ``view`` does not meet; None without any."""
     config = view.config.get_text_config(decoder=True)
     if not takes_seen_slots(config):

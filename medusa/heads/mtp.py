@@ -38,7 +38,7 @@ def num_mtp_layers(config: PreTrainedConfig) -> int:
     return getattr(text, "num_mtp_layers", None) or 0
 
 
-def missing_mtp(base: CausalLM) -> str | None:
+def mtp_unsupported_reason(base: CausalLM) -> str | None:
     """The missing requirement of the MTP layers of ``base``; None if none is known."""
     if not num_mtp_layers(base.config):
         return (
@@ -94,7 +94,7 @@ class MtpConfig:
         Raises:
             ValueError: it has none, or they need other masks than full attention.
         """
-        if missing := missing_mtp(base):
+        if missing := mtp_unsupported_reason(base):
             raise ValueError(f"multi-token prediction needs {missing}")
         text = copy.deepcopy(base.config.get_text_config(decoder=True))
         text.num_mtp_layers = num_layers = num_mtp_layers(text)

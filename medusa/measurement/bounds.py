@@ -103,7 +103,7 @@ def _read_whole(model: nn.Module, leave_out: nn.Module | None = None) -> tuple[f
 
 def heads_cost(model: MedusaModel) -> tuple[float, float]:
     """Bytes the heads read in a step, as the engine computes them, and operations they do for a row."""
-    heads = model.drafting_heads
+    heads = model.optimized_heads
     assert heads is not None, "asked only with heads"
     runs = (
         heads.num_heads / heads.num_layers if isinstance(heads, AutoregressiveHead) else 1

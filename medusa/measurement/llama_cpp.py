@@ -27,7 +27,7 @@ MOST_LOGITS = 256
 """Positions whose logits are held at a time."""
 
 
-def missing_llama_cpp() -> str | None:
+def llama_cpp_unsupported_reason() -> str | None:
     """The missing requirement of llama.cpp; None without any."""
     if importlib.util.find_spec("llama_cpp") is None:
         return f"llama-cpp-python is not installed: {INSTALL}"
@@ -49,7 +49,7 @@ class LlamaCpp:
     def __init__(self, path: Path, vocab_size: int):
         if not path.is_file():
             raise FileNotFoundError(f"llama_cpp names {str(path)!r}, which is no file; give a GGUF file")
-        if (lacks := missing_llama_cpp()) is not None:
+        if (lacks := llama_cpp_unsupported_reason()) is not None:
             raise ImportError(lacks)
         import llama_cpp
 

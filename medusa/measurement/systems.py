@@ -34,7 +34,7 @@ from medusa.drafters.registry import (
 from medusa.engine.optimized_heads import optimized_heads
 from medusa.heads.autoregressive_head import Heads, check_heads_fit
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
-from medusa.measurement.llama_cpp import LlamaCpp, answered_by, missing_llama_cpp
+from medusa.measurement.llama_cpp import LlamaCpp, answered_by, llama_cpp_unsupported_reason
 from medusa.model import MedusaModel
 from medusa.trees.candidate_tree import CandidateTree
 
@@ -284,7 +284,7 @@ def _by_llama_cpp(name: str, model: MedusaModel, files: Mapping[str, Path]) -> S
         return f"it needs a GGUF file of the base; give one with --llama-cpp{known}"
     if model.device.type != "cpu":
         return f"it runs on the CPU here, and the base is on {model.device.type}"
-    if (lacks := missing_llama_cpp()) is not None:
+    if (lacks := llama_cpp_unsupported_reason()) is not None:
         return lacks
     return System(name, answered_by(LlamaCpp(files[name], vocab_size(model.base)), end_ids(model.base)))
 

@@ -17,7 +17,7 @@ from medusa.base.causal_lm import lm_head, new_cache, prefill, verify
 from medusa.decoding.batch import BatchLimits, Row
 from medusa.engine import apply_engine
 from medusa.engine import compiled as compiled_passes
-from medusa.engine.compiled import CompiledPass, library_paths, missing_for_compiled_layers
+from medusa.engine.compiled import CompiledPass, layers_unsupported_reason, library_paths
 from medusa.engine.kernels import missing_kernels
 from medusa.engine.programs import Part, Program
 from medusa.engine.views import missing_for_kernels
@@ -255,7 +255,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(monkeypatch, what):
         reason = "step='compiled' needs layers without experts"
     else:
         base = LlamaForCausalLM(LlamaConfig(**{**GROUPED, "intermediate_size": 40})).eval()
-        assert "multiples of 16, got 40" in str(missing_for_compiled_layers(apply_engine(base, "packed")))
+        assert "multiples of 16, got 40" in str(layers_unsupported_reason(apply_engine(base, "packed")))
         reason = "step='compiled' needs widths that are multiples of 16, got 40"
     with pytest.raises(ValueError, match=reason):
         MedusaModel(base, engine="packed", step="compiled")
