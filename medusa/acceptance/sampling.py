@@ -255,7 +255,7 @@ def process_node_logits(
 
 
 def _path_free(processor: Any, no_path: Tensor, scores: Tensor) -> Tensor:
-    """Scores (R, V) after a processor that reads nothing else; of no_path (R, 1) it asks the shape."""
+    """Scores (R, V) after a processor that reads nothing else; ``no_path`` (R, 1) gives the shape."""
     kept = quick_top_p(scores, processor)
     return processor(no_path, scores) if kept is None else kept
 
@@ -268,11 +268,11 @@ NUCLEUS_ROUNDING = 2e-5
 
 def quick_top_p(scores: Tensor, processor: Any) -> Tensor | None:
     """The result of ``transformers``' top-p on scores (R, V), bit for bit. It sorts tokens with their
-    numbers, 152,000 in 12 ms a row; the likeliest alone are found in 0.8 ms, and all without numbers sorted
-    in 4.
+    numbers, 152,000 in 12 ms a row; finding only the likeliest takes 0.8 ms, and sorting all without numbers
+    4 ms.
 
-    None where that does not tell: between equal scores the numbers decide, ``processor`` is another one, or
-    nothing may be read on the host.
+    None where scores are not enough: between equal scores the numbers decide, ``processor`` is another one,
+    or nothing may be read on the host.
     """
     is_here = scores.device.type == "cpu" and type(scores) is Tensor and not torch.compiler.is_compiling()
     if type(processor) is not hf.TopPLogitsWarper or not is_here or scores.shape[1] <= 4 * LIKELIEST:
@@ -283,8 +283,8 @@ def quick_top_p(scores: Tensor, processor: Any) -> Tensor | None:
 
 
 def _edge_of_likeliest(scores: Tensor, processor: hf.TopPLogitsWarper) -> Tensor | None:
-    """The least score (R, 1) that top-p keeps; None where the nucleus is large, or its edge lies within
-    rounding or between equal scores."""
+    """The least score (R, 1) that top-p keeps; None if the nucleus is large, or its edge is within rounding
+    or between equal scores."""
     best = scores.topk(LIKELIEST, dim=1).values  # (R, K), the largest first
     shares = (best - scores.logsumexp(1, keepdim=True)).double().exp()
     before = shares.cumsum(1) - shares  # (R, K): the probability of all that are likelier
@@ -298,7 +298,8 @@ def _edge_of_likeliest(scores: Tensor, processor: hf.TopPLogitsWarper) -> Tensor
 
 
 def _edge_of_sorted(scores: Tensor, processor: hf.TopPLogitsWarper) -> Tensor | None:
-    """As :func:`_edge_of_likeliest`, by the sums that ``transformers`` makes; None between equal scores."""
+    """As :func:`_edge_of_likeliest`, with the sums that ``transformers`` computes; None between equal
+    scores."""
     ordered = torch.from_numpy(np.sort(scores.detach().numpy(), axis=1))
     sums = ordered.softmax(dim=-1).cumsum(dim=-1)
     num_left_out = (sums <= 1 - processor.top_p).sum(1, keepdim=True)

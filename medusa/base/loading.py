@@ -56,19 +56,19 @@ class BaseSource:
 
     @property
     def hidden_size(self) -> int | None:
-        """D: what the LM head reads; None where the configuration does not say."""
+        """D, the width of the LM head's input; None if the configuration does not name it."""
         text = self.config.get_text_config(decoder=True)
         return getattr(text, "word_embed_proj_dim", None) or getattr(text, "hidden_size", None)
 
     @property
     def vocab_size(self) -> int | None:
-        """V: rows of the LM head; None where the configuration does not say."""
+        """V, the rows of the LM head; None if the configuration does not name it."""
         return getattr(self.config.get_text_config(decoder=True), "vocab_size", None)
 
 
 def find_base(source: str | Path | BaseSource, **kwargs: Any) -> BaseSource:
-    """Find the model at ``source``, a directory or a hub id, without loading it. ``kwargs`` are those of
-    transformers; a base that was found before gets them added to its own.
+    """Find the model at ``source``, a directory or a hub id, without loading it. ``kwargs`` are the arguments
+    of transformers; a base found before gets them added to its own.
 
     A hub id may name a revision, ``owner/name@revision``. A model whose code comes with it is run with
     ``trust_remote_code=True`` only.

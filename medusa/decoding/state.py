@@ -65,7 +65,7 @@ class DecodeRequest:
 
     @cached_property
     def prompts(self) -> tuple[list[int], ...]:
-        """The prompts on the host; the device is waited for where they were not given."""
+        """The prompts on the host; waits for the device if they were not given."""
         if self.known_prompts is not None:
             return self.known_prompts
         rows = zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)

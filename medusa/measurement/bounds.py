@@ -72,10 +72,11 @@ def step_floor_seconds(
 
 
 def pass_cost(runner: CausalLM) -> tuple[float, int]:
-    """Bytes that a forward pass reads of the weights, and how many weights it multiplies each node with.
+    """Bytes of weights that a forward pass reads, and the number of weights that it multiplies each node
+    with.
 
-    Of an input embedding only the rows of the tokens are read, so it counts where it is the LM head
-    too, and no packed copy takes its place there.
+    An input embedding counts only if it is also the LM head and no packed copy replaces it there: otherwise
+    only the rows of the tokens are read.
     """
     rows_only, output = runner.get_input_embeddings(), lm_head(runner)
     is_read_whole = rows_only.weight is embedding_weight(output) and not isinstance(output, Product)
@@ -83,8 +84,8 @@ def pass_cost(runner: CausalLM) -> tuple[float, int]:
 
 
 def _read_whole(model: nn.Module, leave_out: nn.Module | None = None) -> tuple[float, int]:
-    """Bytes and number of the weights that ``model`` computes with: packed ones as they lie, each tensor
-    once. Beside a product stand, for other code, the weight that it was made of and rows to look up."""
+    """Bytes and number of the weights that ``model`` computes with: packed ones in their packed form, each
+    tensor once. A product also holds, for other code, the weight that it was made of and rows to look up."""
     weights: dict[int, Tensor] = {}
     num_bytes, num_weights = 0.0, 0
     for module in model.modules():
