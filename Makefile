@@ -46,7 +46,7 @@ HELD_OUT := --base $(BASE) --heads $(DEMO)/heads --prompts demo_heldout
 
 demo: $(DEMO)/.tuned
 	$(BIN)/medusa benchmark $(HELD_OUT) --limit 3 --max-new-tokens 80 --show --plot $(DEMO)/benchmark.png \
-	    --contenders heads 'shipped heads=smollm2-135m-instruct'
+	    --systems heads 'shipped heads=smollm2-135m-instruct'
 	@echo
 	@echo "Heads:      $(DEMO)/heads, trained just now; 'smollm2-135m-instruct' are the ones that ship"
 	@echo "Evaluation: $(DEMO)/evaluation.json, $(DEMO)/evaluation.png, $(DEMO)/tree.png, $(DEMO)/benchmark.png"

@@ -185,9 +185,9 @@ def test_it_serves_until_told_to_stop(place, run, fetched):
     [
         ("evaluate", "--plot", "evaluation.png"),
         ("tune", "--sizes", "2", "--rounds", "1", "--plot", "tree.png"),
-        ("benchmark", "--contenders", "heads", "--plot", "benchmark.png"),
+        ("benchmark", "--systems", "heads", "--plot", "benchmark.png"),
         ("evaluate", "--rounds", "0", "--sizes", "4", "--plot", "heads.png"),
-        ("benchmark", "--contenders", "suffix", "--draft-length", "2", "--show", "--plot", "drafters.png"),
+        ("benchmark", "--systems", "suffix", "--draft-length", "2", "--show", "--plot", "drafters.png"),
     ],
     ids=lambda words: words[-1],
 )

@@ -49,7 +49,7 @@ from medusa.measurement.systems import (
     check_names,
     default_names,
     drafter_and_rule,
-    make_contenders,
+    make_systems,
     needs_heads,
 )
 from medusa.measurement.timing import Answer
@@ -80,11 +80,11 @@ class BenchmarkOptions(ProgramOptions):
         medusa benchmark
         medusa benchmark --heads HEADS --prompts FILE --limit 20 --max-new-tokens 128 --repeats 3
         medusa benchmark --batch-sizes 1,2,4,8,16 --max-minutes 30
-        medusa benchmark --context-lengths 128,1024,4096 --contenders transformers heads
-        medusa benchmark --contenders heads llama.cpp-q8_0 --engine int8 --llama-cpp MODEL-q8_0.gguf
-        medusa benchmark --heads runs/mine/heads --contenders heads shipped=smollm2-135m-instruct --show
-        medusa benchmark --contenders drafters --prompts repetitive_prompts
-        medusa benchmark --contenders draft-model --draft-model DIR --draft-length 8 \\
+        medusa benchmark --context-lengths 128,1024,4096 --systems transformers heads
+        medusa benchmark --systems heads llama.cpp-q8_0 --engine int8 --llama-cpp MODEL-q8_0.gguf
+        medusa benchmark --heads runs/mine/heads --systems heads shipped=smollm2-135m-instruct --show
+        medusa benchmark --systems drafters --prompts repetitive_prompts
+        medusa benchmark --systems draft-model --draft-model DIR --draft-length 8 \\
             --temperature 1 --acceptance exact token block --num-seeds 8
 
     Rules for sampled drafts differ by little. --num-seeds answers each prompt with many seeds in one batch,
@@ -93,7 +93,7 @@ class BenchmarkOptions(ProgramOptions):
     """
 
     drafters: DrafterOptions = DrafterOptions()
-    contenders: tuple[str, ...] | None = None
+    systems: tuple[str, ...] | None = None
     """Systems to compare: transformers, transformers-static, prompt-lookup, assisted, llama.cpp, default
     (generate with nothing named), LABEL=HEADS (other heads of this base), a drafter (heads, dynamic-heads,
     suffix, eagle3, draft-model, early-exit, low-precision) or a union such as heads+suffix, or drafters, all
@@ -124,22 +124,22 @@ class BenchmarkOptions(ProgramOptions):
     def __post_init__(self) -> None:
         check_at_least(self, 1, "repeats", "num_seeds")
         check_above(self, 0, "max_minutes")
-        check_names(self.contenders or ())
+        check_names(self.systems or ())
         known = (EXACT, TYPICAL, *RULES)
         for rule in self.acceptance:
             if rule not in known:
                 raise ValueError(f"acceptance must be of {', '.join(known)}; got {rule!r}")
-        if self.contenders is not None and ALL_DRAFTERS not in self.contenders:
-            reads_draft_model = ["draft-model"] if ASSISTED in self.contenders else []
-            check_read_by(self.drafters, *self.contenders, *reads_draft_model)
+        if self.systems is not None and ALL_DRAFTERS not in self.systems:
+            reads_draft_model = ["draft-model"] if ASSISTED in self.systems else []
+            check_read_by(self.drafters, *self.systems, *reads_draft_model)
 
 
 def benchmark(options: BenchmarkOptions) -> list[str]:
     """Measure all systems in all settings, print tables, draw, and report."""
     model = load_model(options.model, _wants_heads(options), options.prompts, _holds_weights(options))
     settings = list(_make_settings(model, options))
-    names = options.contenders or default_names(model)
-    contenders, skipped = make_contenders(
+    names = options.systems or default_names(model)
+    systems, skipped = make_systems(
         names if PLAIN in names else [PLAIN, *names],
         model,
         DrafterSettings(**vars(options.drafters)),
@@ -152,7 +152,7 @@ def benchmark(options: BenchmarkOptions) -> list[str]:
     counts: RankCounts | None = None
     shown: list[Answer] = []
     for setting in settings:
-        answers, reasons = _answers_in(setting, model, contenders, options)
+        answers, reasons = _answers_in(setting, model, systems, options)
         if counts is None and options.answers.temperature == 0 and any(a.system == HEADS for a in answers):
             counts = calibrated_counts(model, answers, setting)
         found.append(_measured_setting(model, setting, answers, rates, counts, options))
@@ -184,15 +184,15 @@ def benchmark(options: BenchmarkOptions) -> list[str]:
 
 def _wants_heads(options: BenchmarkOptions) -> bool:
     """Whether to load heads: when they take part, or might."""
-    if needs_heads(options.contenders):
+    if needs_heads(options.systems):
         return True
-    return options.model.named_heads is not None and ALL_DRAFTERS in (options.contenders or ())
+    return options.model.named_heads is not None and ALL_DRAFTERS in (options.systems or ())
 
 
 def _holds_weights(options: BenchmarkOptions) -> bool:
     """Whether the base's own weights are wanted: ``transformers`` takes part, or answers of a quantised model
     are held against them."""
-    has_theirs = options.contenders is None or any(name in THEIRS for name in options.contenders)
+    has_theirs = options.systems is None or any(name in THEIRS for name in options.systems)
     return has_theirs or (options.model.engine in QUANTISED and options.answers.temperature == 0)
 
 
@@ -222,12 +222,12 @@ def _answer_arguments(options: BenchmarkOptions) -> dict[str, Any]:
 
 
 def _answers_in(
-    setting: Setting, model: MedusaModel, contenders: Mapping[str, System], options: BenchmarkOptions
+    setting: Setting, model: MedusaModel, systems: Mapping[str, System], options: BenchmarkOptions
 ) -> tuple[list[Answer], dict[str, str]]:
     """The answers of all systems in one setting, and the reasons of missing ones."""
     request = Request.for_base(model.base, _answer_arguments(options), options.repeats, options.answers.seed)
     log_console().print(f"warming up, {setting.label}", style="dim")
-    working, reasons = runnable(contenders, setting, request)
+    working, reasons = runnable(systems, setting, request)
     num_settings = len(options.batch_sizes) * len(options.context_lengths or (None,))
     seconds = None if options.max_minutes is None else 60 * options.max_minutes / num_settings
     return measure(working, setting, request, seconds, f"measuring, {setting.label}"), reasons
@@ -261,7 +261,7 @@ def _chat_with_fastest(values: Mapping[str, Any], options: BenchmarkOptions) -> 
     milliseconds = values["milliseconds_per_token"]
     exact = [name for name in values["step_milliseconds"] if drafter_and_rule(name)[1] == EXACT]
     fastest = min(exact, key=milliseconds.__getitem__)
-    others = dict(name.split("=", 1) for name in options.contenders or () if "=" in name)
+    others = dict(name.split("=", 1) for name in options.systems or () if "=" in name)
     if fastest in others:
         return chat_with(HEADS, replace(options.model, heads=others[fastest]), options.drafters)
     return chat_with(fastest, options.model, options.drafters)

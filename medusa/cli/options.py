@@ -134,7 +134,7 @@ def to_argv(options: Any, defaults: Any = None) -> list[str]:
     return [*positional, *flags]
 
 
-RENAMED = {"race": "allow_plain", "remember": "suffix_cache_mib"}
+RENAMED = {"contenders": "systems", "race": "allow_plain", "remember": "suffix_cache_mib"}
 """Flags and keys of earlier versions that still work, and their current names."""
 
 

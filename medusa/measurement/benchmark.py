@@ -39,7 +39,7 @@ from medusa.measurement.timing import (
     WARM_UP_TOKENS,
     Answer,
     Tokens,
-    by_contender,
+    by_system,
     median_of,
     new_tokens,
     seconds_per_token,
@@ -126,7 +126,7 @@ class Request:
 
 
 def runnable(
-    contenders: Mapping[str, System], setting: Setting, request: Request
+    systems: Mapping[str, System], setting: Setting, request: Request
 ) -> tuple[dict[str, System], dict[str, str]]:
     """The systems that can answer in this setting, warmed up, and the reasons of the others.
 
@@ -134,7 +134,7 @@ def runnable(
     """
     longest = max(setting.batches(request.pad_id), key=lambda batch: batch["input_ids"].shape[1])
     working, reasons = {}, {}
-    for name, system in contenders.items():
+    for name, system in systems.items():
         reason = system.refusal(setting.batch_size * setting.num_seeds)
         try:
             if reason is None:
@@ -174,7 +174,7 @@ def _warm_up(system: System, inputs: Encoded, request: Request) -> None:
 
 
 def measure(
-    contenders: Mapping[str, System],
+    systems: Mapping[str, System],
     setting: Setting,
     request: Request,
     seconds: float | None = None,
@@ -188,20 +188,18 @@ def measure(
         inputs = batches[batch]
         prompt = inputs["input_ids"]
         seed = request.seed + (repeat * len(prompt) if request.arguments["do_sample"] else 0)
-        extra: dict[str, Any] = {"seed": seed} if contenders[name].is_ours else {}
+        extra: dict[str, Any] = {"seed": seed} if systems[name].is_ours else {}
         wait_for(prompt.device)
         clock = _FirstTokenClock()
         extra |= {"streamer": clock} if takes_streamer else {}
-        output = contenders[name].answer(**inputs, **request.arguments, **extra, return_dict_in_generate=True)
+        output = systems[name].answer(**inputs, **request.arguments, **extra, return_dict_in_generate=True)
         wait_for(prompt.device)
         taken = time.perf_counter() - clock.began
         tokens = new_tokens(output.sequences.tolist(), prompt.shape[1], request.eos_ids)
         statistics, first = getattr(output, "statistics", None), clock.first_token_seconds
         return Answer(name, batch, tokens, taken, statistics, setting.category(batch), seed, first)
 
-    return take_turns(
-        list(contenders), len(batches), run, repeats=request.repeats, seconds=seconds, label=label
-    )
+    return take_turns(list(systems), len(batches), run, repeats=request.repeats, seconds=seconds, label=label)
 
 
 # ------------------------------------------------------------------ summary of the answers
@@ -221,7 +219,7 @@ def setting_report(
     (``is_same_model`` is then false). ``is_exact`` says whether the precision promises identical tokens;
     without, ``identical`` is not claimed.
     """
-    given = by_contender(answers)
+    given = by_system(answers)
     has_their_text = is_greedy and is_same_model
     compared = sorted(
         name
@@ -260,7 +258,7 @@ def setting_report(
 
 def speeds(answers: Sequence[Answer]) -> dict[str, Any]:
     """Speeds over some batches."""
-    given = by_contender(answers)
+    given = by_system(answers)
     per_token = {name: seconds_per_token(each) for name, each in given.items()}
     ours = {name: each for name, each in given.items() if is_ours(name)}
     step = {name: step_seconds(each) for name, each in ours.items()}
@@ -364,7 +362,7 @@ def conversations(setting: Setting, answers: Sequence[Answer]) -> dict[int, tupl
 def calibrated_counts(model: MedusaModel, answers: Sequence[Answer], setting: Setting) -> RankCounts | None:
     """Which guesses of the heads would have been right on the plain answers; None when they are too short."""
     assert model.heads is not None, "asked only with heads"
-    pairs = list(conversations(setting, by_contender(answers)[PLAIN]).values())[:MOST_CALIBRATED]
+    pairs = list(conversations(setting, by_system(answers)[PLAIN]).values())[:MOST_CALIBRATED]
     rows = [AnsweredTokens.after_prompt(prompt + answer, len(prompt)) for prompt, answer in pairs]
     counts = calibrate(model.base, model.heads, rows, batch_size=1)
     return counts if counts.num_positions else None
@@ -379,7 +377,7 @@ def bounds(
     counts: RankCounts | None,
 ) -> dict[str, Any]:
     """``num_nodes`` and ``f_hw`` of plain decoding and the heads, and ``f_tree``; None where not known."""
-    given, tree = by_contender(answers), model.tree_for(setting.batch_size)
+    given, tree = by_system(answers), model.tree_for(setting.batch_size)
     nodes = {name: tree.num_nodes if name == HEADS else 1 for name in (PLAIN, HEADS) if name in given}
     shares: dict[str, float | None] = dict.fromkeys(nodes)
     for name, num_nodes in nodes.items():
@@ -395,7 +393,7 @@ def divergences(model: MedusaModel, answers: Sequence[Answer], setting: Setting)
     """The distance of each system's greedy answers from the base's likeliest tokens."""
     return {
         name: divergence(model.base, conversations(setting, each).values())
-        for name, each in by_contender(answers).items()
+        for name, each in by_system(answers).items()
     }
 
 

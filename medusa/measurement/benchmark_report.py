@@ -11,7 +11,7 @@ from medusa.decoding.statistics import PHASES
 from medusa.measurement.benchmark import Setting, conversations
 from medusa.measurement.report import Report
 from medusa.measurement.systems import EXACT, HEADS, PLAIN, TYPICAL, drafter_and_rule, is_ours
-from medusa.measurement.timing import Answer, by_contender
+from medusa.measurement.timing import Answer, by_system
 from medusa.plots import (
     BLUE,
     FAINT,
@@ -31,7 +31,7 @@ def add_texts(
     report: Report, tokenizer: Any, prompts: Sequence[Prompt], setting: Setting, answers: Sequence[Answer]
 ) -> None:
     """Each prompt with plain decoding's text; of all the price, and the text where it is another."""
-    given = by_contender(answers)
+    given = by_system(answers)
     texts = {name: conversations(setting, each) for name, each in given.items()}
     for number, (_, expected) in texts[PLAIN].items():
         report.add_line(f"─── {prompts[number].messages[-1]['content']}", "bold")
@@ -88,7 +88,7 @@ def _add_speeds(report: Report, setting: Mapping[str, Any]) -> None:
         f"Speed, {counted(setting['batch_size'], 'row')}, prompts of {setting['num_prompt_tokens']:.0f} "
         "tokens",
         {
-            "contender": (str, "{}"),
+            "system": (str, "{}"),
             "ms/token": (of("milliseconds_per_token"), "{:.1f}"),
             "tokens/s": (lambda name: 1000 / setting["milliseconds_per_token"][name], "{:.1f}"),
             "first": (of("milliseconds_to_first_token"), "{:.0f}"),
@@ -133,7 +133,7 @@ def _add_splits(report: Report, settings: Sequence[Mapping[str, Any]]) -> None:
         return 1 - (split["verify"] or 0.0) / total if total else None
 
     columns: dict[str, Column] = {
-        "contender": (1, "{}"),
+        "system": (1, "{}"),
         "rows x tokens": (lambda row: [row[0]["batch_size"], row[0]["num_prompt_tokens"]], "{} x {:.0f}"),
         "nodes": (lambda row: row[0]["num_nodes"].get(row[1]), "{}"),
     }
@@ -154,7 +154,7 @@ def _add_depths(report: Report, rates: Mapping[str, Sequence[float]]) -> None:
     """The acceptance rate of each system by depth."""
     drafted = {name: each for name, each in rates.items() if each}
     deepest = max(map(len, drafted.values()), default=0)
-    columns: dict[str, Column] = {"contender": (0, "{}")}
+    columns: dict[str, Column] = {"system": (0, "{}")}
     for depth in range(deepest):
         columns[str(depth + 1)] = (
             lambda row, depth=depth: f"{100 * row[1][depth]:.0f}" if depth < len(row[1]) else "",
@@ -169,7 +169,7 @@ def _add_categories(report: Report, setting: Mapping[str, Any]) -> None:
     entries = {**setting["by_category"], "all": setting}
     if len(entries) < 3:
         return
-    columns: dict[str, Column] = {"contender": (str, "{}")}
+    columns: dict[str, Column] = {"system": (str, "{}")}
     for category, entry in entries.items():
         columns[category] = (
             lambda name, entry=entry: (

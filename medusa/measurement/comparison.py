@@ -24,7 +24,7 @@ from medusa.measurement.report import Report
 from medusa.measurement.systems import heads_drafter, heads_without_adapter
 from medusa.measurement.timing import (
     Answer,
-    by_contender,
+    by_system,
     step_seconds,
     step_split,
     take_turns,
@@ -124,7 +124,7 @@ def measured_steps(
         )
         return Answer(name, question, (), 0.0, output.statistics)
 
-    answers = by_contender(take_turns(list(drafters), len(prompts), run, num_warm_ups=1, label=label))
+    answers = by_system(take_turns(list(drafters), len(prompts), run, num_warm_ups=1, label=label))
     if not answers or any(step_seconds(each) is None for each in answers.values()):
         raise ValueError("no answer after the first lasted a step; give more prompts, with longer answers")
     return answers

@@ -117,15 +117,13 @@ def check_names(names: Iterable[str]) -> None:
         if equals and (
             not label or not heads or label in (PLAIN, HEADS, DEFAULT) or not is_ours(label) or " x " in label
         ):
-            raise ValueError(
-                f"contenders must be names, or LABEL=HEADS with a label of its own, got {name!r}"
-            )
+            raise ValueError(f"systems must be names, or LABEL=HEADS with a label of its own, got {name!r}")
         if _is_drafter(name):
             try:
                 part_names(name)
             except ValueError as error:
                 others = ", ".join((*THEIRS, LLAMA_CPP, DEFAULT, PLAIN, ALL_DRAFTERS, "LABEL=HEADS"))
-                raise ValueError(f"contender {name!r} is not one of {others}, and {error}") from error
+                raise ValueError(f"system {name!r} is not one of {others}, and {error}") from error
 
 
 def default_names(model: MedusaModel) -> list[str]:
@@ -292,7 +290,7 @@ def _by_llama_cpp(name: str, model: MedusaModel, files: Mapping[str, Path]) -> S
 # ------------------------------------------------------------------ all together
 
 
-def make_contenders(
+def make_systems(
     names: Iterable[str],
     model: MedusaModel,
     settings: DrafterSettings,
@@ -326,6 +324,6 @@ def make_contenders(
             for rule in (EXACT,) if name == PLAIN else dict.fromkeys(rules):
                 found.append((pair_name(name, rule), _ours(name, rule, model, drafters, is_greedy)))
     if len(dict(found)) < len(found):
-        raise ValueError(f"contenders must have names of their own, got {[name for name, _ in found]}")
-    contenders = {name: each for name, each in found if isinstance(each, System)}
-    return contenders, {name: reason for name, reason in found if isinstance(reason, str)}
+        raise ValueError(f"systems must have names of their own, got {[name for name, _ in found]}")
+    systems = {name: each for name, each in found if isinstance(each, System)}
+    return systems, {name: reason for name, reason in found if isinstance(reason, str)}

@@ -105,7 +105,7 @@ def new_tokens(
     return tuple(rows)
 
 
-def by_contender(answers: Iterable[Answer]) -> dict[str, list[Answer]]:
+def by_system(answers: Iterable[Answer]) -> dict[str, list[Answer]]:
     """The answers of each system, in the order of their first answers."""
     found: dict[str, list[Answer]] = {}
     for answer in answers:

@@ -1,4 +1,4 @@
-"""The benchmark end to end on a tiny model: contenders, drafters, rules, other heads and settings."""
+"""The benchmark end to end on a tiny model: systems, drafters, rules, other heads and settings."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def measured(capsys, *flags) -> tuple[dict, str]:
 
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_it_ends_with_the_agreed_keys_and_identical_answers(setting, capsys, temperature, tmp_path):
-    flags = [*setting[2], "--contenders", "transformers", "heads", "--plot", tmp_path / "benchmark.png"]
+    flags = [*setting[2], "--systems", "transformers", "heads", "--plot", tmp_path / "benchmark.png"]
     report, printed = measured(capsys, *flags, "--temperature", temperature, "--repeats", 2)
     agreed = {"tokens_per_step", "overhead", "speedup_vs_plain", "speedup_vs_transformers", "identical"}
     assert agreed | {"num_prompts"} <= set(report)
@@ -64,7 +64,7 @@ def test_it_ends_with_the_agreed_keys_and_identical_answers(setting, capsys, tem
 
 def test_every_setting_is_measured_with_bounds_and_who_cannot_take_part_is_said(setting, capsys):
     names = ["transformers", "prompt-lookup", "assisted", "heads", "heads+suffix"]
-    own = [*setting[2], "--max-new-tokens", "6", "--draft-length", 4, "--contenders", *names]
+    own = [*setting[2], "--max-new-tokens", "6", "--draft-length", 4, "--systems", *names]
     report, _ = measured(capsys, *own, "--batch-sizes", "2,1", "--context-lengths", "220,40")
     settings = report["by_setting"]
     where = [(setting["context_length"], setting["batch_size"]) for setting in settings]
@@ -89,7 +89,7 @@ def test_every_setting_is_measured_with_bounds_and_who_cannot_take_part_is_said(
 
 
 def test_no_identity_is_claimed_in_low_precision_and_the_divergence_is_reported(setting, capsys):
-    flags = [*setting[2], "--limit", "2", "--contenders", "heads", "--dtype", "bfloat16"]
+    flags = [*setting[2], "--limit", "2", "--systems", "heads", "--dtype", "bfloat16"]
     report, printed = measured(capsys, *flags)
     assert report["identical"] is None and report["dtype"] == "bfloat16"
     assert set(report["divergence"]) == {"plain", "heads"}
@@ -98,7 +98,7 @@ def test_no_identity_is_claimed_in_low_precision_and_the_divergence_is_reported(
 
 
 def test_without_heads_drafters_are_compared_and_measuring_stops_when_the_time_is_up(setting, capsys):
-    report, _ = measured(capsys, *setting[2], "--contenders", "suffix", "--max-minutes", "0.0001")
+    report, _ = measured(capsys, *setting[2], "--systems", "suffix", "--max-minutes", "0.0001")
     assert report["num_prompts"] == 1, "one round is always measured"
     assert report["speedup_vs_plain"] is None and set(report["speedup_over_plain"]) == {"plain", "suffix"}
 
@@ -106,12 +106,12 @@ def test_without_heads_drafters_are_compared_and_measuring_stops_when_the_time_i
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--contenders", "nobody"], "contender 'nobody' is not one of"),
-        (["--contenders", "=heads"], "or LABEL=HEADS with a label of its own, got '=heads'"),
-        (["--contenders", "name="], "or LABEL=HEADS with a label of its own, got 'name='"),
-        (["--contenders", "plain=heads"], "or LABEL=HEADS with a label of its own, got 'plain=heads'"),
+        (["--systems", "nobody"], "system 'nobody' is not one of"),
+        (["--systems", "=heads"], "or LABEL=HEADS with a label of its own, got '=heads'"),
+        (["--systems", "name="], "or LABEL=HEADS with a label of its own, got 'name='"),
+        (["--systems", "plain=heads"], "or LABEL=HEADS with a label of its own, got 'plain=heads'"),
         (["--acceptance", "lucky"], "acceptance must be of exact, typical"),
-        (["--contenders", "suffix", "--exit-layer", "1"], "exit_layer goes with the drafter early-exit"),
+        (["--systems", "suffix", "--exit-layer", "1"], "exit_layer goes with the drafter early-exit"),
     ],
 )
 def test_what_is_unknown_or_read_by_nobody_is_refused_before_anything_loads(
@@ -125,8 +125,8 @@ def test_what_is_unknown_or_read_by_nobody_is_refused_before_anything_loads(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--contenders", "early-exit"], "'early-exit' needs a number of layers, 1 to 1 for this base; give"),
-        (["--contenders", "draft-model"], "'draft-model' needs a smaller model of the same family; give"),
+        (["--systems", "early-exit"], "'early-exit' needs a number of layers, 1 to 1 for this base; give"),
+        (["--systems", "draft-model"], "'draft-model' needs a smaller model of the same family; give"),
         (["--heads", "no/such/heads"], "no heads directory at 'no/such/heads'"),
     ],
 )
@@ -140,7 +140,7 @@ def test_what_cannot_be_loaded_ends_the_program_with_what_it_lacks(setting, caps
 
 def test_texts_are_shown_as_they_are_and_those_of_other_heads_are_the_same(setting, capsys):
     _, heads, flags = setting
-    report, printed = measured(capsys, *flags, "--contenders", "heads", f"others={heads}", "--show")
+    report, printed = measured(capsys, *flags, "--systems", "heads", f"others={heads}", "--show")
     assert report["identical"] is True and report["compared"] == ["heads", "others", "plain"]
     assert report["tokens_per_step_of"]["others"] == report["tokens_per_step_of"]["heads"] > 1
     assert "[bold]Hi[/bold]" in printed
@@ -149,7 +149,7 @@ def test_texts_are_shown_as_they_are_and_those_of_other_heads_are_the_same(setti
 
 
 def test_a_text_that_differs_is_shown(setting, capsys):
-    flags = [*setting[2], "--contenders", "suffix", "--acceptance", "typical", "--temperature", 2, "--show"]
+    flags = [*setting[2], "--systems", "suffix", "--acceptance", "typical", "--temperature", 2, "--show"]
     report, printed = measured(capsys, *flags, "--draft-length", 3)
     if report["same_as_plain"]["suffix x typical"]["num_answers"] < 3:
         assert "ANOTHER TEXT" in printed
@@ -161,7 +161,7 @@ def test_a_text_that_differs_is_shown(setting, capsys):
 
 def test_greedy_every_drafter_is_identical_to_plain_and_rules_for_samples_are_refused(setting, capsys):
     base, _, flags = setting
-    own = ["--limit", 1, "--contenders", "drafters", "--exit-layer", 1, "--draft-model", base]
+    own = ["--limit", 1, "--systems", "drafters", "--exit-layer", 1, "--draft-model", base]
     report, printed = measured(capsys, *flags, *own, "--acceptance", "exact", "typical", "block")
     names = ["heads", "dynamic-heads", "suffix", "draft-model", "early-exit", "low-precision", "heads+suffix"]
     names.append("dynamic-heads+suffix")
@@ -180,7 +180,7 @@ def test_greedy_every_drafter_is_identical_to_plain_and_rules_for_samples_are_re
 
 
 def test_sampled_rules_are_paired_with_token_verification_and_biased_pairs_refused(setting, capsys):
-    own = ["--contenders", "heads", "early-exit", "suffix", "--exit-layer", 1, "--draft-length", 3]
+    own = ["--systems", "heads", "early-exit", "suffix", "--exit-layer", 1, "--draft-length", 3]
     sampled = ["--temperature", 1, "--acceptance", "exact", "token", "block", "greedy_block"]
     report, printed = measured(capsys, *setting[2], *own, *sampled)
     assert report["identical"] is True and report["num_answers"] == 3
@@ -199,7 +199,7 @@ def test_sampled_rules_are_paired_with_token_verification_and_biased_pairs_refus
 
 def test_rules_are_compared_over_many_seeds_in_one_batch(setting, capsys):
     """Tokens per step of a batch are those of its rows decoded one by one, seed by seed."""
-    own = ["--contenders", "low-precision", "--draft-length", 3, "--temperature", 1, "--limit", 2]
+    own = ["--systems", "low-precision", "--draft-length", 3, "--temperature", 1, "--limit", 2]
     own += ["--acceptance", "token", "block"]
     report, _ = measured(capsys, *setting[2], *own, "--num-seeds", 4)
     assert (report["num_prompts"], report["num_seeds"], report["num_answers"]) == (2, 4, 8)
@@ -213,21 +213,21 @@ def test_rules_are_compared_over_many_seeds_in_one_batch(setting, capsys):
 
 
 def test_without_token_verification_the_first_rule_is_what_others_are_held_against(setting, capsys):
-    own = ["--contenders", "early-exit", "--exit-layer", 1, "--draft-length", 2, "--temperature", 1]
+    own = ["--systems", "early-exit", "--exit-layer", 1, "--draft-length", 2, "--temperature", 1]
     report, _ = measured(capsys, *setting[2], *own, "--acceptance", "exact", "block", "multi_draft")
     assert [(row["rule"], row["against"]) for row in report["ratios"]] == [("multi_draft", "block")]
 
 
 def test_drafters_that_need_no_heads_are_compared_on_another_base_with_one_flag(setting, capsys):
     base, _, flags = setting
-    report, _ = measured(capsys, "--base", base, *flags[4:], "--contenders", "drafters", "--limit", 2)
+    report, _ = measured(capsys, "--base", base, *flags[4:], "--systems", "drafters", "--limit", 2)
     assert list(report["speedup_over_plain"]) == ["plain", "suffix", "low-precision"]
 
 
 def test_sampling_is_from_all_tokens_unless_flags_cut_some_off(setting, capsys):
     """The base drafting for itself is always accepted: what is cut off the base is cut off the draft."""
     base, _, flags = setting
-    own = [*flags, "--contenders", "draft-model", "early-exit", "--draft-model", base, "--exit-layer", 1]
+    own = [*flags, "--systems", "draft-model", "early-exit", "--draft-model", base, "--exit-layer", 1]
     own += [
         "--draft-length",
         3,

@@ -33,7 +33,7 @@ RUNS = {
     "train": "--base {base} --data {data} --output_dir {new} --num_heads 1 --max_steps 1",
     "tune": "{measured} --sizes 2 --rounds 1 --no-save --plot {new}/picture.png",
     "evaluate": "{measured} --plot {new}/picture.png",
-    "benchmark": "{measured} --contenders heads --plot {new}/picture.png",
+    "benchmark": "{measured} --systems heads --plot {new}/picture.png",
     "info": "{heads}",
     "export": "{heads} --to vllm-medusa --output {new}",
     "check": "{export} --as vllm-medusa --base {base} --prompts {prompts} --max-new-tokens 25",

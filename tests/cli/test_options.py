@@ -4,6 +4,7 @@ from typing import Literal
 import pytest
 import tyro
 
+from medusa.cli.benchmark import BenchmarkOptions
 from medusa.cli.option_types import ReplyOptions, ServeOptions
 from medusa.cli.options import (
     AnswerOptions,
@@ -199,3 +200,4 @@ def test_flags_and_keys_of_earlier_versions_still_work(config):
     options = parse(ServeOptions, ["--config", config("remember: 3\n"), "--race"])
     assert (options.service.suffix_cache_mib, options.service.allow_plain) == (3, True)
     assert parse(ServeOptions, ["--remember=5"]).service.suffix_cache_mib == 5
+    assert parse(BenchmarkOptions, ["--contenders", "heads", "plain"]).systems == ("heads", "plain")

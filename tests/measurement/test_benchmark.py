@@ -1,4 +1,4 @@
-"""Settings, warm-ups and what answers add up to, with stand-ins for contenders and made-up times."""
+"""Settings, warm-ups and what answers add up to, with stand-ins for systems and made-up times."""
 
 import time
 from types import SimpleNamespace
@@ -67,12 +67,12 @@ def test_the_time_to_the_first_token_is_taken_where_one_row_is_answered():
                 streamer.put(tokens)
         return SimpleNamespace(sequences=torch.nn.functional.pad(input_ids, (0, 2), value=5))
 
-    contenders = {"plain": System("plain", answer)}
-    (one,) = measure(contenders, Setting(1, None, encoded(3), ["a"]), ASKING)
+    systems = {"plain": System("plain", answer)}
+    (one,) = measure(systems, Setting(1, None, encoded(3), ["a"]), ASKING)
     assert 0.04 <= one.first_token_seconds < one.seconds - 0.015, "the second put, not the prompt's"
     report = setting_report([one], is_greedy=True)
     assert report["milliseconds_to_first_token"] == {"plain": 1000 * one.first_token_seconds}
-    (two,) = measure(contenders, Setting(2, None, encoded(3, 3), ["a"] * 2), ASKING)
+    (two,) = measure(systems, Setting(2, None, encoded(3, 3), ["a"] * 2), ASKING)
     assert (two.first_token_seconds, given[1]) == (None, None)
 
 
@@ -168,7 +168,7 @@ def test_agreement_is_counted_in_tokens_up_to_the_first_that_differs():
     assert "transformers" not in setting_report(timings, is_greedy=False)["same_as_plain"]
 
 
-def test_what_a_missing_contender_would_have_told_is_none():
+def test_what_a_missing_system_would_have_given_is_none():
     report = setting_report([timing("plain", 0, 1.0)], is_greedy=True)
     assert report["tokens_per_step"] is report["overhead"] is report["speedup_vs_plain"] is None
     assert report["speedup_over_plain"] == {"plain": 1.0}
@@ -187,7 +187,7 @@ def test_new_tokens_end_with_the_first_that_ends_an_answer():
     assert new_tokens(sequences, 2, set())[2] == (0, 0, 0, 0)
 
 
-def test_contenders_are_told_apart_by_category():
+def test_systems_are_compared_by_category():
     timings = [timing("plain", 0, 1.0, category="a"), timing("plain", 1, 3.0, category="b")]
     by_category = setting_report(timings, is_greedy=True)["by_category"]
     assert by_category["a"]["milliseconds_per_token"]["plain"] == pytest.approx(500.0)
@@ -221,7 +221,7 @@ def test_tables_show_every_number_at_80_columns(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 for line in lines)
     assert not any("…" in line for line in lines)
-    assert any(line.startswith("contender") and "x plain" in line for line in lines)
+    assert any(line.startswith("system") and "x plain" in line for line in lines)
     assert any(line.startswith("dynamic-heads+suffix") for line in lines)
 
 

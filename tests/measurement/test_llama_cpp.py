@@ -1,4 +1,4 @@
-"""llama.cpp as a contender: by a stand-in everywhere, and in earnest where llama-cpp-python is installed."""
+"""llama.cpp as a system: by a stand-in everywhere, and in earnest where llama-cpp-python is installed."""
 
 import gc
 import sys
@@ -11,7 +11,7 @@ from tiny_gguf import written_gguf
 
 from medusa.drafters.registry import DrafterSettings
 from medusa.measurement.llama_cpp import LEAST_SLOTS, LlamaCpp, answered_by
-from medusa.measurement.systems import make_contenders
+from medusa.measurement.systems import make_systems
 
 PROMPT = [5, 9, 2, 7, 1, 8]
 
@@ -77,13 +77,13 @@ def test_logits_follow_every_token_whatever_is_read_in_one_pass(fake, gguf_file,
     assert max(map(len, fake.read)) == (tokens_per_pass or len(PROMPT))
 
 
-def test_as_a_contender_it_ends_where_the_base_does_and_hands_on_every_token(fake, gguf_file):
+def test_as_a_system_it_ends_where_the_base_does_and_hands_on_every_token(fake, gguf_file):
     model = chat_model()
     end = expected_answer(3)[2]
     model.base.generation_config.eos_token_id = [end, 3]
-    contenders, skipped = make_contenders(["llama.cpp"], model, DrafterSettings(), [gguf_file])
-    assert (list(contenders), skipped) == (["llama.cpp-q8_0"], {})
-    system = contenders["llama.cpp-q8_0"]
+    systems, skipped = make_systems(["llama.cpp"], model, DrafterSettings(), [gguf_file])
+    assert (list(systems), skipped) == (["llama.cpp-q8_0"], {})
+    system = systems["llama.cpp-q8_0"]
     puts = []
 
     class Streamer:
@@ -117,22 +117,22 @@ def test_files_in_the_directory_of_the_base_take_part_by_themselves(fake, tmp_pa
     model.base.config._name_or_path = model.base.name_or_path = str(tmp_path)
     for name in ("f32.gguf", "Tiny.Q4_1.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
-    contenders, _ = make_contenders(["plain", "llama.cpp"], model, DrafterSettings())
-    assert list(contenders) == ["plain", "llama.cpp-q4_1", "llama.cpp-f32"]
-    contenders, skipped = make_contenders(["llama.cpp-f32", "llama.cpp-q8_0"], model, DrafterSettings())
-    assert list(contenders) == ["llama.cpp-f32"]
+    systems, _ = make_systems(["plain", "llama.cpp"], model, DrafterSettings())
+    assert list(systems) == ["plain", "llama.cpp-q4_1", "llama.cpp-f32"]
+    systems, skipped = make_systems(["llama.cpp-f32", "llama.cpp-q8_0"], model, DrafterSettings())
+    assert list(systems) == ["llama.cpp-f32"]
     assert skipped["llama.cpp-q8_0"].endswith("--llama-cpp; there are llama.cpp-q4_1, llama.cpp-f32")
-    contenders, _ = make_contenders(["llama.cpp"], model, DrafterSettings(), [tmp_path / "f32.gguf"])
-    assert list(contenders) == ["llama.cpp-f32"], "files that are named take the place of those"
+    systems, _ = make_systems(["llama.cpp"], model, DrafterSettings(), [tmp_path / "f32.gguf"])
+    assert list(systems) == ["llama.cpp-f32"], "files that are named take the place of those"
 
 
 def test_without_a_file_or_without_llama_cpp_it_is_left_out_with_the_remedy(monkeypatch, gguf_file):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    contenders, skipped = make_contenders(["llama.cpp"], chat_model(), DrafterSettings())
-    assert (contenders, list(skipped)) == ({}, ["llama.cpp"])
+    systems, skipped = make_systems(["llama.cpp"], chat_model(), DrafterSettings())
+    assert (systems, list(skipped)) == ({}, ["llama.cpp"])
     assert skipped["llama.cpp"] == "it needs a GGUF file of the base; give one with --llama-cpp"
-    contenders, skipped = make_contenders(["llama.cpp"], chat_model(), DrafterSettings(), [gguf_file])
-    assert contenders == {} and "pip install '.[llama-cpp]'" in skipped["llama.cpp-q8_0"]
+    systems, skipped = make_systems(["llama.cpp"], chat_model(), DrafterSettings(), [gguf_file])
+    assert systems == {} and "pip install '.[llama-cpp]'" in skipped["llama.cpp-q8_0"]
     with pytest.raises(ImportError, match=r"pip install '\.\[llama-cpp\]'"):
         LlamaCpp(gguf_file, VOCAB_SIZE)
 
@@ -151,7 +151,7 @@ def test_a_file_that_is_not_there_not_whole_or_of_another_model_is_refused_by_na
 
 def test_two_files_of_one_name_are_refused(gguf_file, tmp_path):
     with pytest.raises(ValueError, match=r"both llama\.cpp-q8_0; rename one"):
-        make_contenders(["llama.cpp"], chat_model(), DrafterSettings(), [gguf_file, tmp_path / "b.Q8_0.gguf"])
+        make_systems(["llama.cpp"], chat_model(), DrafterSettings(), [gguf_file, tmp_path / "b.Q8_0.gguf"])
 
 
 # ------------------------------------------------------------------ in earnest

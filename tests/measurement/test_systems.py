@@ -13,29 +13,29 @@ from medusa.measurement.systems import (
     THEIRS,
     check_names,
     default_names,
-    make_contenders,
+    make_systems,
     needs_heads,
     other_heads,
 )
 
 
-def test_every_contender_gives_the_same_tokens():
+def test_every_system_gives_the_same_tokens():
     model = chat_model()
     names = ["transformers", "prompt-lookup", "assisted", "plain", "heads", "default", "heads+suffix"]
-    contenders, skipped = make_contenders(names, model, DrafterSettings(draft_model=model.base))
+    systems, skipped = make_systems(names, model, DrafterSettings(draft_model=model.base))
     assert skipped == {}
     inputs = model.tokenizer("once upon a time, once upon a", return_tensors="pt")
     arguments = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True}
-    answers = {name: c.answer(**inputs, **arguments).sequences.tolist() for name, c in contenders.items()}
+    answers = {name: c.answer(**inputs, **arguments).sequences.tolist() for name, c in systems.items()}
     assert list(answers) == names
     assert all(answer == answers["plain"] for answer in answers.values())
-    assert [name for name, c in contenders.items() if c.is_ours] == names[3:]
+    assert [name for name, c in systems.items() if c.is_ours] == names[3:]
 
 
 def test_what_cannot_run_here_is_left_out_with_the_reason(monkeypatch):
     monkeypatch.setattr("medusa.measurement.systems.shutil.which", lambda name: None)
-    contenders, skipped = make_contenders(THEIRS, chat_model(), DrafterSettings())
-    assert list(contenders) == ["transformers", "prompt-lookup"]
+    systems, skipped = make_systems(THEIRS, chat_model(), DrafterSettings())
+    assert list(systems) == ["transformers", "prompt-lookup"]
     assert "needs a C++ compiler" in skipped["transformers-static"]
     assert "give --draft-model" in skipped["assisted"]
 
@@ -43,8 +43,8 @@ def test_what_cannot_run_here_is_left_out_with_the_reason(monkeypatch):
 def test_a_rule_that_needs_a_draft_at_every_step_is_left_out_on_a_base_that_keeps_a_state():
     model, settings = MedusaModel(stateful_model("lfm2")), DrafterSettings(draft_model=tiny_model("llama"))
     rules = ["block", "greedy_block"]
-    contenders, skipped = make_contenders(["draft-model"], model, settings, rules=rules, is_greedy=False)
-    assert len(contenders) == len(skipped) == 1
+    systems, skipped = make_systems(["draft-model"], model, settings, rules=rules, is_greedy=False)
+    assert len(systems) == len(skipped) == 1
     assert "needs a draft of one length at every step" in skipped["draft-model x greedy_block"]
 
 
@@ -56,28 +56,26 @@ def test_by_default_our_default_takes_part_and_nothing_compiles_on_a_processor()
     assert default_names(model) == [*theirs, "plain"]
 
 
-def test_heads_are_needed_where_a_contender_drafts_with_them():
+def test_heads_are_needed_where_a_system_drafts_with_them():
     assert needs_heads(None) and needs_heads(["plain", "suffix+heads"])
     assert not needs_heads(["plain", "suffix"])
 
 
 def test_an_unknown_name_is_refused_with_those_there_are():
     check_names([*THEIRS, "plain", "heads", "heads+suffix"])
-    with pytest.raises(
-        ValueError, match=r"contender 'fast' is not one of transformers, .* there are .*suffix"
-    ):
+    with pytest.raises(ValueError, match=r"system 'fast' is not one of transformers, .* there are .*suffix"):
         check_names(["plain", "fast"])
 
 
 @pytest.mark.slow
 def test_the_compiled_static_cache_of_transformers_answers_on_a_processor():
     model = chat_model()
-    contenders, skipped = make_contenders(["transformers-static", "plain"], model, DrafterSettings())
+    systems, skipped = make_systems(["transformers-static", "plain"], model, DrafterSettings())
     if skipped:
         pytest.skip(str(skipped))
     inputs = model.tokenizer("hello", return_tensors="pt")
     arguments = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
-    static, plain = (contenders[name].answer(**inputs, **arguments).sequences for name in contenders)
+    static, plain = (systems[name].answer(**inputs, **arguments).sequences for name in systems)
     assert static.tolist() == plain.tolist()
 
 

@@ -7,7 +7,7 @@ from medusa.measurement import timing
 from medusa.measurement.timing import Answer, speedup, take_turns, with_interval
 
 
-def test_every_contender_goes_first_in_turn_and_answers_every_question():
+def test_every_system_goes_first_in_turn_and_answers_every_question():
     calls = take_turns(["a", "b", "c"], 2, lambda *call: call, repeats=2)
     assert [name for name, _, _ in calls] == [*"abc", *"bca", *"bca", *"cab"]
     assert sorted(calls) == sorted((n, q, r) for n in "abc" for q in range(2) for r in range(2))
