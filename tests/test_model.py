@@ -716,7 +716,7 @@ def test_loading_arguments_for_a_base_already_loaded_are_refused():
 
 def test_the_heads_that_ship_for_a_base_are_named_once(real_base):
     named = MedusaModel.from_pretrained(real_base, "smollm2-135m-instruct")
-    with pytest.raises(ValueError, match=r"there for smollm2-135m-instruct, got base '.*models"):
+    with pytest.raises(ValueError, match=r"exist for smollm2-135m-instruct, got base '.*models"):
         MedusaModel.from_pretrained(str(REAL_BASE), heads="default")
     default = MedusaModel.from_pretrained("smollm2-135m-instruct", heads="default")
     assert default.heads.config == named.heads.config and default.tree == named.tree

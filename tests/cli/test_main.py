@@ -234,8 +234,8 @@ def test_info_lists_the_places_that_trees_were_tuned_at(capsys, tmp_path):
         (
             lambda: tiny_stateful_model("jamba"),
             {
-                "decodes": "no: JambaForCausalLM reads several tokens at a time as if none stood before "
-                "them, so no draft can be verified on it; use its own generate"
+                "decodes": "no: JambaForCausalLM reads several tokens at a time without the tokens "
+                "before them, so no draft can be verified on it; use its own generate"
             },
         ),
     ],
