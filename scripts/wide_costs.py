@@ -107,10 +107,10 @@ def sampling() -> dict[str, Any]:
         steps: dict[str, dict[str, float]] = {}
         for drafter, tree in (("plain", CandidateTree.chain(0)), ("16 nodes", SIXTEEN)):
             times: dict[str, list[float]] = {rule: [] for rule in rules}
-            for _ in range(3):  # in turns
+            for _ in range(2):  # in turns
                 for rule, options in rules.items():
                     before = time.perf_counter()
-                    for _step in model.stream(ids, **options, tree=tree, max_new_tokens=24):
+                    for _step in model.stream(ids, **options, tree=tree, max_new_tokens=16):
                         now = time.perf_counter()
                         times[rule].append(1000 * (now - before))
                         before = now
