@@ -197,7 +197,8 @@ def _commit(state: StaticState, draft: Draft, acceptance: Acceptance, hidden: Te
         state.is_broken.logical_or_(is_broken.any())
         stands = stands | is_broken
     end = _first_end(state, new, counts[1:])
-    num_kept = torch.minimum(acceptance.num_accepted + 1, end).masked_fill_(stands, 0)
+    num_new = end.clamp(max=1) if is_plain else torch.minimum(acceptance.num_accepted + 1, end)
+    num_kept = num_new.masked_fill_(stands, 0)
     rows.tokens.scatter_(1, rows.lengths[:, None] + counts[:-1], new)
     deepest = acceptance.path[:, -1:, None].expand(-1, -1, hidden.shape[2])
     newest = hidden[:, 0] if is_plain else hidden.gather(1, deepest).squeeze(1)
