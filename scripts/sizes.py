@@ -36,6 +36,7 @@ from medusa import CandidateTree, MedusaModel
 from medusa.console import log_console
 from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_bytes
+from medusa.files import replaced_file
 from medusa.measurement.llama_cpp import LlamaCpp, llama_cpp_unsupported_reason
 from medusa.measurement.report import end_with_json
 
@@ -177,8 +178,9 @@ def _gguf_info(name: str, shape: list[int], quantisation: Any) -> tuple[Any, ...
     import gguf
 
     ending = next(each for each in GGUF_NAMES if name.endswith(each))
-    layer = name.split(".")[2]
-    theirs = f"blk.{layer}.{GGUF_NAMES[ending]}" if ".layers." in name else GGUF_NAMES[ending]
+    theirs = GGUF_NAMES[ending]
+    if ".layers." in name:
+        theirs = f"blk.{name.split('.')[2]}.{theirs}"
     if len(shape) == 1:
         return theirs, shape, np.dtype(np.float32), 4 * shape[0]
     block, size = gguf.GGML_QUANT_SIZES[quantisation]
@@ -298,7 +300,8 @@ def prepare(shape: str, directory: Path, contenders: list[str], tokenizer: Path)
         target = directory / f"{kind}.gguf"
         if contender.startswith("llama.cpp") and not target.exists():
             log.print(f"writing {target}")
-            write_gguf(directory, target, kind)
+            with replaced_file(target) as partial:
+                write_gguf(directory, partial, kind)
         if contender in OURS:
             log.print(f"{shape}, {contender}: compiled in {apart(contender, directory, '--prepare'):.0f} s")
 
