@@ -209,7 +209,7 @@ def stored_states(num_layers: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         starts, needed = np.arange(count + 1) * length, np.ones(count * length, bool)
         states = StatesDirectory(Path(directory), header, starts, needed)
-        writing = milliseconds(lambda: states.write(0, enumerate(given), "this program", True), 3)
+        writing = milliseconds(lambda: states.write(0, enumerate(given), "this program"), 3)
         reading = milliseconds(lambda: [states.row(index) for index in range(count)], 3)
     return {"written": 1000 * megabytes / writing, "read": 1000 * megabytes / reading}
 
