@@ -52,7 +52,7 @@ from medusa.serving.worker import Answer, Update
 
 log = logging.getLogger("medusa.serving")
 BODY_SECONDS = 30.0
-"""In which a body must have come."""
+"""Seconds to receive a body."""
 MAX_DEPTH = 128
 """Levels of lists and objects in a body."""
 AWAKE_SECONDS = 10.0
