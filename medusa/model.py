@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from medusa.base.architecture_check import check_base, check_is_model
 from medusa.base.causal_lm import CausalLM, lm_head_device, vocab_size
 from medusa.base.loading import BaseSource, find_base, load_base, load_tokenizer
-from medusa.base.recurrent import keeps_state
+from medusa.base.recurrent import is_recurrent
 from medusa.decoding.adaptive import AdaptiveDrafting, DraftCosts
 from medusa.decoding.batch import Batch, BatchLimits, StepResult, decode
 from medusa.decoding.request import check_arguments, decode_request, joined_sequences, with_stop_strings
@@ -514,7 +514,7 @@ class MedusaModel:
         """The one way to the decode loop."""
         request = decode_request(self.base, seed=options.seed, acceptance=options.acceptance, **call)
         request = self._with_references(request, options.prediction, options.corpus)
-        if len(request.tokens) > 1 and keeps_state(self.base):
+        if len(request.tokens) > 1 and is_recurrent(self.base):
             warnings.warn(
                 f"{type(self.base).__name__} keeps a state, in which there is no place for padding: the "
                 f"{len(request.tokens)} rows of this batch are read one after the other",
@@ -612,7 +612,7 @@ class MedusaModel:
         return tree
 
     def _check_shape(self, tree: CandidateTree | None) -> None:
-        if tree is not None and not tree.is_chain and keeps_state(self.base):
+        if tree is not None and not tree.is_chain and is_recurrent(self.base):
             raise ValueError(
                 f"tree must be a chain for {type(self.base).__name__}, which keeps a state and so follows "
                 f"one path, got a tree of {tree.num_nodes} nodes that is {tree.depth} deep; pass "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from medusa.base.architecture_check import check_decodable, fault_of
+from medusa.base.architecture_check import check_decodable, verification_error
 
 SIZES = {
     "vocab_size": 61,
@@ -170,7 +170,7 @@ def reason_against(model: Any) -> str | None:
         check_decodable(model)
     except ValueError as error:
         return re.sub(rf"^{type(model).__name__} |, so .*|; use its own generate$", "", str(error))
-    return fault_of(model)
+    return verification_error(model)
 
 
 def table_of_types() -> str:

@@ -137,10 +137,10 @@ class VerificationRule:
             check_chain(self.name, draft)
         return self.function(draft, noise, state)
 
-    def require(self, kind: DraftKind, context_only: bool = True, keeps_state: bool = False) -> None:
+    def require(self, kind: DraftKind, context_only: bool = True, is_recurrent: bool = False) -> None:
         """Nothing, if the rule is exact for drafts of this kind.
 
-        ``context_only`` says whether the drafter's q depends only on the text, ``keeps_state`` whether the
+        ``context_only`` says whether the drafter's q depends only on the text, ``is_recurrent`` whether the
         base is recurrent, and so has steps without a draft.
 
         Raises:
@@ -157,7 +157,7 @@ class VerificationRule:
                 "reads q again at later steps; this drafter's q also depends on the step: "
                 "use acceptance='block'"
             )
-        if self.context_only_proposal and keeps_state:
+        if self.context_only_proposal and is_recurrent:
             raise ValueError(
                 f"acceptance={self.name!r} needs a draft of one length at every step, and a base that "
                 "keeps a state goes without one where it has many tokens to read again: "

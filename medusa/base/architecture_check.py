@@ -29,7 +29,7 @@ from medusa.base.causal_lm import (
     vocab_size,
 )
 from medusa.base.quantised_layers import check_quantised_layers
-from medusa.base.recurrent import check_states, keeps_state
+from medusa.base.recurrent import check_states, is_recurrent
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 TESTED_MODEL_TYPES = frozenset(
@@ -111,13 +111,13 @@ def check_tree_verification(base: CausalLM) -> None:
     Raises:
         ValueError: the tree's logits differ from the model's own forward, or a pass fails.
     """
-    if (fault := fault_of(base)) is not None:
+    if (fault := verification_error(base)) is not None:
         raise ValueError(f"{fault}; use its own generate")
 
 
-def fault_of(base: CausalLM) -> str | None:
+def verification_error(base: CausalLM) -> str | None:
     """The reason why trees cannot be verified on ``base``, found by the trial; None if they can."""
-    name, draft = type(base).__name__, "chain" if keeps_state(base) else "tree"
+    name, draft = type(base).__name__, "chain" if is_recurrent(base) else "tree"
     try:
         worst = worst_comparison(base)
     except torch.OutOfMemoryError:
@@ -163,7 +163,7 @@ def _trial(base: CausalLM, seed: int) -> Comparison:
     expected = [_own_logits(base, row) for row in rows]
     span = max(_span(each) for each in expected)
     tolerance = _tolerance(base)
-    compared = _compared_chains if keeps_state(base) else _compared
+    compared = _compared_chains if is_recurrent(base) else _compared
     found = list(compared(base, lengths, prompts, nodes, after, expected))
     place, difference = max(found, key=lambda pair: pair[1])
     allowed = tolerance.always * span
@@ -343,7 +343,7 @@ def check_decodable(base: CausalLM, attends_here: bool = True) -> None:
     lm_head(base)
     if not base.can_generate():
         raise ValueError(f"{name} cannot generate: it is no causal language model; use AutoModelForCausalLM")
-    if keeps_state(base):
+    if is_recurrent(base):
         check_states(base)
         return
     parameters = inspect.signature(type(base).forward).parameters

@@ -41,7 +41,7 @@ from medusa.base.attention import (
     tree_attention_masks,
 )
 from medusa.base.cache import TreeCache
-from medusa.base.recurrent import StatefulCache, StatefulRow, keeps_state
+from medusa.base.recurrent import StatefulCache, StatefulRow, is_recurrent
 from medusa.trees.candidate_tree import TreeTopology
 
 CausalLM = Any
@@ -187,7 +187,7 @@ def copy_sharing_parameters(module: Any) -> Any:
 
 def new_cache(base: CausalLM, num_rows: int) -> TreeCache:
     """An empty cache for ``num_rows`` rows of ``base``."""
-    if keeps_state(base):
+    if is_recurrent(base):
         device = lm_head_device(base)
         return StatefulCache([StatefulRow(base.config, device) for _ in range(num_rows)], device)
     config = base.config.get_text_config(decoder=True)

@@ -58,7 +58,7 @@ REFUSED_TYPES = {
 """Reasons against models in ``transformers`` 5.23, by ``model_type``."""
 
 
-def keeps_state(base: Any) -> bool:
+def is_recurrent(base: Any) -> bool:
     """Whether layers of ``base`` keep more of a text than keys and values: a recurrent state, or the window
     of a convolution."""
     kinds = getattr(base.config.get_text_config(decoder=True), "layer_types", None) or ()

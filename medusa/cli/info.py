@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 from medusa.assets import shipped_heads
 from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.loading import resolve_source
-from medusa.base.recurrent import keeps_state, kind_of_layer
+from medusa.base.recurrent import is_recurrent, kind_of_layer
 from medusa.cli.option_types import InfoOptions
 from medusa.cli.options import command
 from medusa.console import counted
@@ -76,7 +76,7 @@ def describe_base(config: PreTrainedConfig) -> dict[str, Any]:
         decodes = "yes" if is_tested(base) else "tried when it is loaded"
     except ValueError as error:
         decodes = f"no: {error}"
-    is_stateful = keeps_state(base)
+    is_stateful = is_recurrent(base)
     return {
         "model_type": base.config.model_type,
         "model": type(base).__name__,

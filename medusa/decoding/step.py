@@ -32,7 +32,7 @@ from medusa.acceptance.sampling import (
 )
 from medusa.base.cache import MAX_REPLAY_TOKENS, TreeCache
 from medusa.base.causal_lm import CausalLM, prefill, verify, vocab_size
-from medusa.base.recurrent import StatefulCache, keeps_state
+from medusa.base.recurrent import StatefulCache, is_recurrent
 from medusa.decoding.adaptive import AdaptiveDrafting
 from medusa.decoding.state import DecodeRequest, DecodeState
 from medusa.decoding.statistics import PhaseClock
@@ -312,7 +312,7 @@ def sampled_kind(drafter: Drafter, request: DecodeRequest, base: CausalLM) -> Dr
     if rule is None or drafter.max_depth == 0:
         return None
     kind = drafter.sampled_kind(rule.draft_kinds[0])
-    rule.require(kind, drafter.context_only, keeps_state(base))
+    rule.require(kind, drafter.context_only, is_recurrent(base))
     return kind
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import get_args
 
 from medusa.base.causal_lm import CausalLM, lm_head
-from medusa.base.recurrent import keeps_state
+from medusa.base.recurrent import is_recurrent
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.static import StaticRows, StepRunner, static_drafter, warn_of_static_steps
 from medusa.decoding.step import ModelRunner
@@ -141,7 +141,7 @@ def check_step(step: str, base: CausalLM) -> None:
     """Raise ValueError, with the reason, unless steps of this kind run on ``base``."""
     if step not in get_args(StepKind):
         raise ValueError(f"step must be one of {get_args(StepKind)}, got {step!r}")
-    if step != "general" and keeps_state(base):
+    if step != "general" and is_recurrent(base):
         raise ValueError(
             f"step={step!r} needs a base whose layers are all attention, and {type(base).__name__} keeps a "
             "state, whose passes have no fixed shape; use step='general'"
@@ -153,7 +153,7 @@ def check_step(step: str, base: CausalLM) -> None:
 
 def compiled_unsupported_reason(base: CausalLM) -> str | None:
     """The requirement of a compiled step that ``base`` does not meet; None without any."""
-    if keeps_state(base):
+    if is_recurrent(base):
         return "a base whose layers are all attention, and this one keeps a state"
     if _is_sharded(base):
         return "a model in one place, and this one is sharded (device_map)"

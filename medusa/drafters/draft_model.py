@@ -26,7 +26,7 @@ from medusa.base.causal_lm import (
     verify,
     vocab_size,
 )
-from medusa.base.recurrent import keeps_state
+from medusa.base.recurrent import is_recurrent
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext, Drafter
 from medusa.engine.views import missing_for_kernels, view_of
@@ -50,7 +50,7 @@ class DraftModelDrafter(LevelDrafter):
 
     def __init__(self, draft_model: CausalLM, base_vocab_size: int, tree: CandidateTree):
         check_decodable(draft_model)
-        if keeps_state(draft_model):
+        if is_recurrent(draft_model):
             raise ValueError(
                 f"draft model must keep no recurrent state, which cannot forget its guesses, got "
                 f"{type(draft_model).__name__}; choose one whose layers are all attention"

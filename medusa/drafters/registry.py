@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from medusa.acceptance.protocol import independent_chains
 from medusa.base.causal_lm import CausalLM, lm_head, lm_head_device, vocab_size
 from medusa.base.loading import BaseSource, find_base, load_base, load_tokenizer
-from medusa.base.recurrent import keeps_state
+from medusa.base.recurrent import is_recurrent
 from medusa.drafters.autoregressive import AutoregressiveDrafter
 from medusa.drafters.draft_model import (
     DraftModelDrafter,
@@ -215,7 +215,7 @@ def _missing_draft_model(host: DraftHost, settings: DrafterSettings) -> str | No
 
 
 def _missing_exit_layer(host: DraftHost, settings: DrafterSettings) -> str | None:
-    if keeps_state(host.base):
+    if is_recurrent(host.base):
         return NO_STATE
     if settings.exit_layer is not None:  # there is no good default
         return None
@@ -247,7 +247,7 @@ DRAFTERS: dict[str, NamedDrafter] = {
         NamedDrafter(
             "low-precision",
             lambda host, settings: LowPrecisionDrafter(low_precision(host.base), settings.tree()),
-            lambda host, settings: NO_STATE if keeps_state(host.base) else missing_for_kernels(host.base),
+            lambda host, settings: NO_STATE if is_recurrent(host.base) else missing_for_kernels(host.base),
         ),
         NamedDrafter("plain", lambda host, settings: PlainDrafter()),
     )
@@ -327,7 +327,7 @@ class DrafterFactory:
         models = self._host.tree_for(num_rows, step)
         of_heads = tree or (models if models.depth and not only_chain else None)
         paying = [part for part in parts if of_heads or only_chain or not DRAFTERS[part].needs_heads] or parts
-        in_chains = keeps_state(self._host.base)
+        in_chains = is_recurrent(self._host.base)
         drafter = combine_drafters(
             [
                 self._filled(part, of_heads if DRAFTERS[part].needs_heads else tree, only_chain or in_chains)

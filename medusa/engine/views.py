@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from medusa.base.architecture_check import fault_of, is_tested
+from medusa.base.architecture_check import is_tested, verification_error
 from medusa.base.attention import TREE_ATTENTION
 from medusa.base.causal_lm import CausalLM, copy_sharing_parameters
-from medusa.base.recurrent import keeps_state
+from medusa.base.recurrent import is_recurrent
 from medusa.engine.kernels import PackedLinear, Product, missing_kernels
 from medusa.engine.snapshot import alteration_of
 
@@ -75,13 +75,13 @@ def takes_tree_attention(base: CausalLM) -> bool:
     :mod:`medusa.base.architecture_check`). Nor do those that keep a state, which make their masks themselves.
     """
     attention = _attention_of(base)
-    if attention not in TREE_ATTENTION or not base._can_set_attn_implementation() or keeps_state(base):
+    if attention not in TREE_ATTENTION or not base._can_set_attn_implementation() or is_recurrent(base):
         return False
     if attention == "sdpa" and is_tested(base):
         return True
     view = copy_sharing_parameters(base)
     view.set_attn_implementation(TREE_ATTENTION[attention])
-    return fault_of(view) is None
+    return verification_error(view) is None
 
 
 def _attention_of(base: CausalLM) -> str:

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from medusa.base.causal_lm import hidden_states, layers_of, lm_head, lm_head_device, longrope_threshold
-from medusa.base.recurrent import keeps_state
+from medusa.base.recurrent import is_recurrent
 from medusa.heads.autoregressive_head import AutoregressiveHead, Heads, unroll
 from medusa.trees.rank_counts import MISS, UNKNOWN, RankCounts
 
@@ -86,7 +86,7 @@ def calibrate_each(
             for index, of_row in zip(indices, ranks, strict=True):
                 found[index] = of_row
     counts = [
-        RankCounts(tuple(ranks for row in found for ranks in row), max_rank, keeps_state(base))
+        RankCounts(tuple(ranks for row in found for ranks in row), max_rank, is_recurrent(base))
         for found in answers
     ]
     if not all(each.ranks for each in counts):

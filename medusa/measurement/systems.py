@@ -21,7 +21,7 @@ from transformers import CompileConfig, PreTrainedModel
 from medusa.acceptance.rules import rule_named
 from medusa.base.causal_lm import end_ids, lm_head, vocab_size
 from medusa.base.loading import load_base
-from medusa.base.recurrent import keeps_state
+from medusa.base.recurrent import is_recurrent
 from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import (
@@ -174,7 +174,7 @@ def _ours(
         drafter = drafters.make(name, only_chain=only_chain)
         try:
             kind = drafter.sampled_kind(required.draft_kinds[0])
-            required.require(kind, drafter.context_only, keeps_state(model.base))
+            required.require(kind, drafter.context_only, is_recurrent(model.base))
         except ValueError as reason:
             return str(reason)
 

@@ -22,7 +22,7 @@ from medusa.base.causal_lm import (
     lm_head_device,
     longrope_threshold,
 )
-from medusa.base.recurrent import keeps_state
+from medusa.base.recurrent import is_recurrent
 from medusa.training.config import BaseOptions, DataOptions
 from medusa.training.data.batching import PaddedBatch, collate
 from medusa.training.data.dataset import Document, Documents
@@ -263,7 +263,7 @@ def check_packing(live: OnlineHiddenStates, documents: Documents, options: DataO
     if not options.packing or len(documents) < 2:
         return
     name, switch = type(live.base).__name__, longrope_threshold(live.base)
-    if keeps_state(live.base):
+    if is_recurrent(live.base):
         raise ValueError(
             f"packing must separate documents, and {name} keeps a state, which goes on from a document of "
             "a row to the next; pass --packing false"
