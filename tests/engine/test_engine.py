@@ -302,7 +302,7 @@ def test_heads_draft_with_the_products_of_the_engine_near_their_own(engine, read
     hidden, path = torch.randn(4, 32), torch.randint(VOCAB_SIZE, (4, 3))
     exact, near = (each(hidden, base.get_output_embeddings(), path) for each in (heads, quick))
     assert 0 < (near - exact).abs().max() < 0.1 * exact.abs().max()
-    assert {id(p) for p in quick.parameters()} == {id(p) for p in heads.parameters()}
+    assert {id(p) for p in quick.parameters()} <= {id(p) for p in heads.parameters()}, "shared, none copied"
     assert optimized_heads(heads, base.get_output_embeddings()) is heads
     assert heads.state_dict().keys() == drawn_heads(reads_path=reads_path, num_layers=2).state_dict().keys()
 
