@@ -202,6 +202,90 @@ static float rounded(const float* x, int64_t count, int16_t* rounded) {
   return most / STEPS + broken;
 }
 
+// ------------------------------------------------------------------------------- bfloat16 in twelve bits, exactly
+
+// The exponents of a matrix are few. A weight is its lower byte (a bit of the exponent, and the fraction), and a code of four
+// bits for its upper one: the sign, and 0 to 6 for seven that follow each other without it, or 7 for zero. A weight whose
+// upper byte has no code is a zero there and is kept apart; what it gives is added at the end of each sum. A panel is a Head,
+// the lower bytes of all its columns, their codes, and the weights apart, with room for one in 256. Zeros fill up the last
+// columns.
+//
+// Bytes lie so that zipping lower and upper ones gives pairs of a lane: in each 16, the first two columns of four lanes, then
+// the next two. Codes lie as these do, those of the next four columns in the upper halves of their bytes.
+struct Twelve {};
+struct alignas(64) Head { uint8_t upper[16]; uint32_t num_apart; };  // upper: the byte of each code
+struct Apart { uint32_t column; uint16_t lane, bits; };
+
+static int64_t coded_columns(int64_t K) { return (K + 31) / 32 * 32; }
+static int64_t room_apart(int64_t K) { return coded_columns(K) * LANES / 256; }
+static int64_t coded_size(int64_t K) {
+  int64_t size = sizeof(Head) + coded_columns(K) * LANES * 3 / 2 + room_apart(K) * sizeof(Apart);
+  return (size + 63) / 64 * 64;
+}
+
+template <typename Byte>
+struct Coded {
+  Head* head;
+  uint8_t *bytes, *codes;
+  Apart* apart;
+
+  Coded(Byte* panel, int64_t K) {
+    head = reinterpret_cast<Head*>(const_cast<char*>(panel));
+    bytes = reinterpret_cast<uint8_t*>(head + 1);
+    codes = bytes + coded_columns(K) * LANES;
+    apart = reinterpret_cast<Apart*>(codes + coded_columns(K) * LANES / 2);
+  }
+};
+
+typedef uint8_t Bytes __attribute__((vector_size(LANES * 4), may_alias));
+static inline Bytes load(const uint8_t* from) {
+  typedef Bytes Loose __attribute__((aligned(1)));
+  return *reinterpret_cast<const Loose*>(from);
+}
+
+// The bytes of codes, which are the lower halves of `codes`; `table` has the 16 of them again and again.
+static inline Bytes looked_up(Bytes table, Bytes codes) {
+#if defined(WIDEST) && defined(__AVX512VBMI__)
+  return (Bytes)_mm512_permutexvar_epi8((__m512i)codes, (__m512i)table);
+#elif defined(WIDEST)
+  return (Bytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)(codes & 15));
+#elif defined(__AVX2__)
+  return (Bytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)(codes & 15));
+#elif defined(__aarch64__)
+  return (Bytes)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)(codes & 15));
+#else
+  Bytes found;
+  for (int i = 0; i < LANES * 4; i++) found[i] = table[codes[i] & 15];
+  return found;
+#endif
+}
+// In each 16 bytes, the first 8 of `a` and of `b` in turn; or the second.
+static inline Bytes zipped(Bytes a, Bytes b, bool second) {
+#if defined(WIDEST)
+  return second ? (Bytes)_mm512_unpackhi_epi8((__m512i)a, (__m512i)b) : (Bytes)_mm512_unpacklo_epi8((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return second ? (Bytes)_mm256_unpackhi_epi8((__m256i)a, (__m256i)b) : (Bytes)_mm256_unpacklo_epi8((__m256i)a, (__m256i)b);
+#elif defined(__aarch64__)
+  return second ? (Bytes)vzip2q_u8((uint8x16_t)a, (uint8x16_t)b) : (Bytes)vzip1q_u8((uint8x16_t)a, (uint8x16_t)b);
+#else
+  Bytes both;
+  for (int i = 0; i < LANES * 4; i++) both[i] = (i % 2 ? b : a)[i / 16 * 16 + 8 * second + i % 16 / 2];
+  return both;
+#endif
+}
+
+static inline Bytes upper_bytes(const Head* head) {
+  Bytes table;
+  for (int i = 0; i < LANES * 4; i++) table[i] = head->upper[i % 16];
+  return table;
+}
+
+// Codes of four columns, and those in the upper halves of their bytes.
+static inline Bytes codes_of(Bytes both, bool in_upper_half) {
+  typedef uint16_t Words __attribute__((vector_size(LANES * 4)));
+  return in_upper_half ? (Bytes)((Words)both >> 4) : both;  // `looked_up` reads the lower half of a byte alone
+}
+
 // ------------------------------------------------------------------------------------------------- the product
 
 // Weights lie in panels (N / LANES, K / PER_LANE, LANES, PER_LANE). A block is M rows by J panels; its sums stay in
@@ -213,7 +297,7 @@ static inline int64_t height_of(int64_t K) { return (K + PER_LANE<W> - 1) / PER_
 // Rows of a block, at most. Few registers hold the sums of 6 rows by two panels, where each number that is read of a row
 // serves both; whole numbers, which are not added as they are multiplied, wait for no reading.
 template <typename W>
-constexpr int MOST_ROWS = REGISTERS == 32 ? 13 : std::is_same_v<W, int8_t> ? 12 : 6;
+constexpr int MOST_ROWS = REGISTERS == 32 ? (std::is_same_v<W, Twelve> ? 11 : 13) : std::is_same_v<W, int8_t> ? 12 : 6;
 // Panels that are read side by side, at most. Narrow vectors need more sums under way than two panels have; with wide
 // ones a pass of one node took a tenth longer with four.
 constexpr int STREAMS = LANES == 16 ? 2 : 4;
@@ -241,7 +325,8 @@ struct Product {
   const float* x;         // (M, K)
   const int16_t* rounded; // (M, runs, RUN) of int8 weights: x in steps
   const float* steps;     // (M, runs)
-  const void* panels;
+  const char* panels;
+  int64_t size;         // bytes of a panel
   const float* scales;  // (N,) of int8 weights, or null
   const float* bias;    // (N,), or null
   float* y;             // (M, N)
@@ -314,41 +399,130 @@ static inline void sum_up(const Product& of, const int8_t* w, int64_t row, Ahead
   }
 }
 
+// How far ahead of its columns a panel in twelve bits is fetched; its bytes and its codes are read side by side.
+constexpr int64_t COLUMNS_AHEAD = 1024;
+
+// `panel`: the first of J, whose next ones, if any, are `next` bytes behind it
+template <int M, int J>
+static inline void sum_up_coded(const Product& of, const char* panel, int64_t next, int64_t row, Vec (&sums)[M][J]) {
+  const float* x = of.x + row * of.K;
+  const Coded<const char> first(panel, of.K);
+  const uint8_t *bytes = first.bytes, *codes = first.codes;
+  Bytes tables[J];
+  for (int j = 0; j < J; j++) tables[j] = upper_bytes(reinterpret_cast<const Head*>(panel + j * of.size));
+  int64_t columns = coded_columns(of.K), ahead = std::min(columns, COLUMNS_AHEAD), k = 0;
+  int64_t bytes_ahead = ahead * LANES, codes_ahead = ahead * LANES / 2;
+  auto add = [&]<bool ARE_ALL_THERE>() __attribute__((always_inline)) {
+    Bytes both[J];
+#pragma GCC unroll 4
+    for (int j = 0; j < J; j++) both[j] = load(codes + j * of.size), __builtin_prefetch(codes + j * of.size + codes_ahead, 0, 2);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      Int pairs[J][2];
+#pragma GCC unroll 4
+      for (int j = 0; j < J; j++) {
+        const uint8_t* from = bytes + j * of.size + half * 4 * LANES;
+        __builtin_prefetch(from + bytes_ahead, 0, 2);
+        Bytes lower = load(from), upper = looked_up(tables[j], codes_of(both[j], half));
+        pairs[j][0] = (Int)zipped(lower, upper, false), pairs[j][1] = (Int)zipped(lower, upper, true);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        if (!ARE_ALL_THERE && k + 4 * half + i >= of.K) return;
+        Vec weights[J];
+#pragma GCC unroll 4
+        for (int j = 0; j < J; j++) weights[j] = (Vec)(i % 2 ? pairs[j][i / 2] & ~0xffff : pairs[j][i / 2] << 16);
+#pragma GCC unroll 13
+        for (int m = 0; m < M; m++) {
+          Vec value = all(x[m * of.K + k + 4 * half + i]);
+#pragma GCC unroll 4
+          for (int j = 0; j < J; j++) sums[m][j] = multiply_add(value, weights[j], sums[m][j]);
+        }
+      }
+    }
+    k += 8, bytes += 8 * LANES, codes += 4 * LANES;
+  };
+  while (k + 8 <= std::min(of.K, columns - ahead)) add.template operator()<true>();
+  bytes_ahead = next ? next - k * LANES : 0, codes_ahead = next ? next - k * LANES / 2 : 0;
+  while (k + 8 <= of.K) add.template operator()<true>();
+  if (k < of.K) add.template operator()<false>();
+}
+
+// The sums (M, J, LANES) of M rows with J panels, the first of which is at `w`.
 template <typename W, int M, int J>
-[[gnu::noinline]] static void block(const Product& of, int64_t row, int64_t panel, int64_t last, int64_t part, int64_t parts) {
+[[gnu::noinline]] static void block(const Product& of, const char* w, int64_t row, Ahead ahead, float* results) {
   Vec sums[M][J] = {};
-  int64_t height = height_of<W>(of.K) * PER_LANE<W>, size = height * LANES * sizeof(W);
-  int64_t ahead = std::clamp((last - panel - J) * size, PAGE, AHEAD);  // what follows the last panel is another thread's
-  const char* w = static_cast<const char*>(of.panels) + panel * size;
-  Ahead following{w + ahead + size * part / parts, int64_t(PER_LANE<W> * LANES * sizeof(W)) / parts, size};
-  sum_up(of, reinterpret_cast<const W*>(w), row, following, sums);
-  float results[M * J * LANES];
+  if constexpr (std::is_same_v<W, Twelve>) sum_up_coded(of, w, ahead.apart, row, sums);
+  else sum_up(of, reinterpret_cast<const W*>(w), row, ahead, sums);
 #pragma GCC unroll 13
   for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
     for (int j = 0; j < J; j++) store(results + (m * J + j) * LANES, sums[m][j]);
-  int64_t column = panel * LANES, count = std::min<int64_t>(J * LANES, of.N - column);
-  for (int m = 0; m < M; m++) finished(of, results + m * J * LANES, row + m, column, count);
 }
 
-// Panels `first` to `last`, each read once for all blocks of rows. The last block overlaps the one before it, and
-// computes its rows to the same bits again.
-template <typename W, int M>
-static void panels_times_rows(const Product& of, int64_t first, int64_t last) {
-  constexpr int J = panels_for<W>(M);
-  int64_t blocks = (of.M + M - 1) / M;
-  for (int64_t panel = first; panel < last; panel += J)
-    for (int64_t each = 0; each < blocks; each++) {
-      int64_t row = std::min(each * M, of.M - M);
-      if (panel + J <= last) block<W, M, J>(of, row, panel, last, each, blocks);
-      else for (int64_t lone = panel; lone < last; lone++) block<W, M, 1>(of, row, lone, last, each, blocks);
+// Blocks of rows from which on a panel in twelve bits is widened once for all of them: where registers are few, blocks are
+// small, and widening it for each made 64 rows a sixth slower.
+constexpr int64_t BLOCKS_TO_WIDEN = REGISTERS == 32 ? std::numeric_limits<int64_t>::max() : 4;
+
+// All columns of a panel in sixteen bits, those apart as zeros.
+static void widen(const char* from, int64_t K, char* to) {
+  const Coded<const char> panel(from, K);
+  Bytes table = upper_bytes(panel.head);
+  for (int64_t k = 0; k < K; k += 4, to += sizeof(Bytes) * 2) {
+    Bytes lower = load(panel.bytes + k * LANES), upper = looked_up(table, codes_of(load(panel.codes + k / 8 * 4 * LANES), k % 8));
+    Bytes pairs[2] = {zipped(lower, upper, false), zipped(lower, upper, true)};
+    std::memcpy(to, pairs, sizeof(pairs));
+  }
+}
+
+// Adds what the weights give that J panels keep apart.
+template <int M, int J>
+static void add_apart(const Product& of, const char* panels, int64_t row, float* results) {
+  for (int j = 0; j < J; j++) {
+    const Coded<const char> panel(panels + j * of.size, of.K);
+    for (const Apart* each = panel.apart; each < panel.apart + panel.head->num_apart; each++)
+      for (int m = 0; m < M; m++) {
+        float& sum = results[(m * J + j) * LANES + each->lane];
+        sum = multiply_add(std::bit_cast<float>(uint32_t(each->bits) << 16), of.x[(row + m) * of.K + each->column], sum);
+      }
+  }
+}
+
+// J panels from `panel` on, each read once for all blocks of rows. The last block overlaps the one before it, and computes
+// its rows to the same bits again.
+template <typename W, int M, int J>
+static void panels_times_rows(const Product& of, int64_t panel, int64_t last) {
+  const char* w = of.panels + panel * of.size;
+  int64_t blocks = (of.M + M - 1) / M, ahead = std::clamp((last - panel - J) * of.size, PAGE, AHEAD);  // what follows the last panel is another thread's
+  thread_local Scratch scratch;
+  char* widened = nullptr;
+  if (std::is_same_v<W, Twelve> && blocks >= BLOCKS_TO_WIDEN) {
+    int64_t wide = height_of<BFloat16>(of.K) * 2 * LANES * sizeof(BFloat16);
+    widened = reinterpret_cast<char*>(scratch.of((J * wide + 2 * sizeof(Bytes)) / sizeof(float)));
+    for (int j = 0; j < J; j++) widen(w + j * of.size, of.K, widened + j * wide);
+  }
+  for (int64_t each = 0; each < blocks; each++) {
+    int64_t row = std::min(each * M, of.M - M), column = panel * LANES;
+    float results[M * J * LANES];
+    if constexpr (std::is_same_v<W, Twelve>) {
+      if (blocks < BLOCKS_TO_WIDEN) block<W, M, J>(of, w, row, Ahead{nullptr, panel + 2 * J <= last ? J * of.size : 0}, results);
+      else block<BFloat16, M, J>(of, widened, row, Ahead{w + ahead + of.size * each / blocks, int64_t(2 * LANES * sizeof(BFloat16)) / blocks, of.size}, results);
+      add_apart<M, J>(of, w, row, results);
+    } else {
+      block<W, M, J>(of, w, row, Ahead{w + ahead + of.size * each / blocks, int64_t(PER_LANE<W> * LANES * sizeof(W)) / blocks, of.size}, results);
     }
+    for (int m = 0; m < M; m++) finished(of, results + m * J * LANES, row + m, column, std::min<int64_t>(J * LANES, of.N - column));
+  }
 }
 
 template <typename W, int M = MOST_ROWS<W>>
 static void multiplied_by(int64_t rows, const Product& of, int64_t panels) {
   if constexpr (M > 1) if (rows < M) return multiplied_by<W, M - 1>(rows, of, panels);
-  torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) { panels_times_rows<W, M>(of, begin, end); });
+  constexpr int J = panels_for<W>(M);
+  torch::stable::parallel_for(0, panels, 1, [&](int64_t panel, int64_t end) {
+    for (; panel + J <= end; panel += J) panels_times_rows<W, M, J>(of, panel, end);
+    for (; panel < end; panel++) panels_times_rows<W, M, 1>(of, panel, end);
+  });
 }
 
 // ------------------------------------------------------------------- the same in tile registers, where they are
@@ -462,7 +636,7 @@ struct Panels {
   int64_t size, steps;
   alignas(64) char ends[J][TILE_BYTES];
 
-  Panels(const Product& of, int64_t panel, int64_t size, int64_t steps) : w(static_cast<const char*>(of.panels) + panel * size), size(size), steps(steps) {}
+  Panels(const Product& of, int64_t panel, int64_t size, int64_t steps) : w(of.panels + panel * size), size(size), steps(steps) {}
 
   const char* tile(int j, int64_t step) {
     const char* whole = w + j * size + step * TILE_BYTES;
@@ -585,9 +759,9 @@ static void product_of(Product of, const Tensor& panels) {
   constexpr bool fits_tiles = std::is_same_v<W, BFloat16> || std::is_same_v<W, int8_t>;
   bool in_tiles = fits_tiles && has_tiles;
   int64_t per_lane = in_tiles ? 4 / sizeof(W) : PER_LANE<W>;
-  bool is_packed = panels.dim() == 4 && panels.size(2) == LANES && panels.size(3) == per_lane;
+  bool is_packed = std::is_same_v<W, Twelve> ? has_shape(panels, ScalarType::Byte, {-1, coded_size(of.K)}) : panels.dim() == 4 && panels.size(2) == LANES && panels.size(3) == per_lane;
   STD_TORCH_CHECK(is_packed && panels.size(0) == (of.N + LANES - 1) / LANES, "panels must be packed for this processor");
-  STD_TORCH_CHECK(panels.size(1) == (of.K + per_lane - 1) / per_lane, "rows must be float32, of the weight's width");
+  STD_TORCH_CHECK(panels.dim() == 2 || panels.size(1) == (of.K + per_lane - 1) / per_lane, "rows must be float32, of the weight's width");
   if (!of.M) return;
   if constexpr (fits_tiles) if (in_tiles) return multiplied_in_tiles<W>(of, panels.size(0));
   if constexpr (std::is_same_v<W, int8_t>) of = in_steps(of);
@@ -595,7 +769,7 @@ static void product_of(Product of, const Tensor& panels) {
   multiplied_by<W>((of.M + blocks - 1) / blocks, of, panels.size(0));
 }
 
-// x (..., K) float32, panels (P, K / PER_LANE, LANES, PER_LANE), scales and bias (N,) float32 -> (..., N) float32
+// x (..., K) float32, panels (P, K / PER_LANE, LANES, PER_LANE) or (P, coded_size) bytes, scales and bias (N,) float32 -> (..., N) float32
 static Tensor product(const Tensor& given, const Tensor& panels, std::optional<Tensor> scales, std::optional<Tensor> bias, int64_t width) {
   Tensor x = whole(given);
   int64_t K = x.dim() ? x.size(x.dim() - 1) : 0, M = K ? x.numel() / K : 0;
@@ -605,14 +779,16 @@ static Tensor product(const Tensor& given, const Tensor& panels, std::optional<T
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = width;
   Tensor y = made(shape, ScalarType::Float);
-  Product of{numbers<float>(x), nullptr, nullptr, panels.data_ptr(), numbers<float>(scales),
+  int64_t size = panels.size(0) ? panels.numel() * panels.element_size() / panels.size(0) : 0;
+  Product of{numbers<float>(x), nullptr, nullptr, numbers<char>(panels), size, numbers<float>(scales),
              numbers<float>(bias), numbers<float>(y), M, K, width};
   switch (panels.scalar_type()) {
     case ScalarType::Float: product_of<float>(of, panels); break;
     case ScalarType::BFloat16: product_of<BFloat16>(of, panels); break;
     case ScalarType::Half: product_of<Half>(of, panels); break;
     case ScalarType::Char: product_of<int8_t>(of, panels); break;
-    default: STD_TORCH_CHECK(false, "panels must be float32, bfloat16, float16 or int8");
+    case ScalarType::Byte: product_of<Twelve>(of, panels); break;
+    default: STD_TORCH_CHECK(false, "panels must be float32, bfloat16, float16, int8, or bytes of twelve bits a weight");
   }
   return y;
 }
@@ -739,6 +915,109 @@ static void packed(const Tensor& weight, const Tensor& panels, const std::option
       interleave<PER>(held.data(), lanes, K, to + panel * size + (first - panel * LANES) * PER);
     }
   });
+}
+
+static inline uint16_t bfloat16_bits(BFloat16 value) { return value.bits; }
+static inline uint16_t bfloat16_bits(float value) { return std::bit_cast<uint32_t>(value) >> 16; }
+
+// The least of seven upper bytes without their sign that follow each other and are had by most of these weights; a look at one
+// in seven tells, as it meets all lanes.
+static int least_upper_byte(const std::vector<uint16_t>& weights) {
+  int64_t count[128] = {}, held = 0, most = 0;
+  for (size_t i = 0; i < weights.size(); i += 7) count[weights[i] >> 8 & 127]++;
+  int least = 1;
+  for (int highest = 1; highest < 128; highest++) {
+    held += count[highest] - (highest > 7 ? count[highest - 7] : 0);
+    if (held > most) most = held, least = std::max(highest - 6, 1);
+  }
+  return least;
+}
+
+// A panel in twelve bits of its weights in pairs of a lane. Gives how many lie apart, or would if there were room.
+static int64_t encode(const std::vector<uint16_t>& weights, int64_t K, const Coded<char>& panel) {
+  int least = least_upper_byte(weights);
+  int64_t num_apart = 0, room = room_apart(K);
+  *panel.head = {};
+  for (int code = 0; code < 7; code++) panel.head->upper[code] = std::min(least + code, 127), panel.head->upper[code + 8] = panel.head->upper[code] | 128;
+  panel.head->upper[15] = 128;
+  for (size_t first = 0; first < weights.size(); first += 4 * LANES) {
+    const uint16_t* from = weights.data() + first;
+    uint8_t bytes[4 * LANES], codes[4 * LANES], are_others = 0;
+    for (int i = 0; i < 4 * LANES; i++) {
+      uint8_t upper = from[i] >> 8, size = upper & 127, code = size - least;
+      are_others |= (size > 0) & (code > 6);
+      bytes[i] = from[i];
+      codes[i] = (size ? code : 7) | (upper >> 4 & 8);
+    }
+    for (int i = 0; are_others && i < 4 * LANES; i++)
+      if (uint8_t size = from[i] >> 8 & 127; size && uint8_t(size - least) > 6) {
+        int64_t column = first / LANES + i / (2 * LANES) * 2 + i % 2;
+        if (num_apart++ < room) panel.apart[num_apart - 1] = {uint32_t(column), uint16_t(i % (2 * LANES) / 2), from[i]};
+        bytes[i] = 0, codes[i] = 7;
+      }
+    bool is_upper = first / (4 * LANES) % 2;
+    for (int part = 0; part < 4 * LANES; part += 8) {
+      int place = part % (2 * LANES) * 2 + part / (2 * LANES) * 8;  // as `zipped` reads them
+      std::memcpy(panel.bytes + first + place, bytes + part, 8);
+      uint8_t* to = panel.codes + first / (8 * LANES) * 4 * LANES + place;
+      for (int i = 0; i < 8; i++) to[i] = is_upper ? to[i] | codes[part + i] << 4 : codes[part + i];
+    }
+  }
+  panel.head->num_apart = std::min(num_apart, room);
+  return num_apart;
+}
+
+template <typename Source>
+static int64_t encoded_from(const Tensor& weight, const Tensor& panels, int64_t row) {
+  int64_t N = weight.size(0), K = weight.size(1);
+  std::atomic<int64_t> num_apart = 0;
+  std::atomic<bool> fits = true;
+  torch::stable::parallel_for(0, (N + LANES - 1) / LANES, 1, [&](int64_t begin, int64_t end) {
+    std::vector<uint16_t> wide;
+    for (int64_t panel = begin; panel < end && fits; panel++) {
+      wide.assign(coded_columns(K) * LANES, 0);
+      for (int64_t lane = 0; lane < std::min<int64_t>(LANES, N - panel * LANES); lane++) {
+        const Source* from = numbers<Source>(weight) + (panel * LANES + lane) * K;
+        for (int64_t k = 0; k < K; k++) wide[(k / 2 * LANES + lane) * 2 + k % 2] = bfloat16_bits(from[k]);
+      }
+      int64_t found = encode(wide, K, Coded<char>(numbers<char>(panels) + (row / LANES + panel) * panels.size(1), K));
+      num_apart += found;
+      if (found > room_apart(K)) fits = false;
+    }
+  });
+  return fits ? num_apart.load() : -1;
+}
+
+// Packs a weight (N, K) of numbers that bfloat16 holds at the outputs from `row` on, a multiple of LANES, of panels in twelve
+// bits. Gives how many weights lie apart; -1 where a panel has no room for its own.
+static int64_t encode_twelve(const Tensor& weight, const Tensor& panels, int64_t row) {
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous() && row >= 0 && row % LANES == 0, "a weight must lie whole, and begin with a panel");
+  STD_TORCH_CHECK(has_shape(panels, ScalarType::Byte, {-1, coded_size(weight.size(1))}) && row + weight.size(0) <= panels.size(0) * LANES, "panels must be those of such a weight");
+  switch (weight.scalar_type()) {
+    case ScalarType::BFloat16: return encoded_from<BFloat16>(weight, panels, row);
+    case ScalarType::Float: return encoded_from<float>(weight, panels, row);
+    default: STD_TORCH_CHECK(false, "a weight must be bfloat16, or float32 that bfloat16 holds");
+  }
+}
+
+// The weight (N, K) bfloat16 of panels in twelve bits
+static Tensor decode_twelve(const Tensor& panels, int64_t N, int64_t K) {
+  STD_TORCH_CHECK(has_shape(panels, ScalarType::Byte, {(N + LANES - 1) / LANES, coded_size(K)}), "panels must be those of such a weight");
+  Tensor weight = made({N, K}, ScalarType::BFloat16);
+  torch::stable::parallel_for(0, panels.size(0), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t first = begin * LANES; first < end * LANES; first += LANES) {
+      const Coded<const char> panel(numbers<char>(panels) + first / LANES * panels.size(1), K);
+      BFloat16* to = numbers<BFloat16>(weight) + first * K;
+      for (int64_t lane = 0; lane < std::min<int64_t>(LANES, N - first); lane++)
+        for (int64_t k = 0; k < K; k++) {
+          int64_t place = lane / 4 * 16 + k % 4 / 2 * 8 + lane % 4 * 2 + k % 2;  // as `zipped` reads them
+          uint8_t lower = panel.bytes[k / 4 * 4 * LANES + place], codes = panel.codes[k / 8 * 4 * LANES + place];
+          to[lane * K + k].bits = panel.head->upper[k % 8 < 4 ? codes & 15 : codes >> 4] << 8 | lower;
+        }
+      for (const Apart* each = panel.apart; each < panel.apart + panel.head->num_apart; each++) to[each->lane * K + each->column].bits = each->bits;
+    }
+  });
+  return weight;
 }
 
 template <typename Source>
@@ -1528,6 +1807,9 @@ STABLE_TORCH_LIBRARY(medusa, m) {
   m.def("packed_product(Tensor x, Tensor panels, Tensor? scales, Tensor? bias, int width) -> Tensor");
   m.def("narrowest(Tensor weight) -> int");
   m.def("pack(Tensor weight, Tensor(a!) panels, Tensor(b!)? scales, int row) -> ()");
+  m.def("encode_twelve(Tensor weight, Tensor(a!) panels, int row) -> int");
+  m.def("decode_twelve(Tensor panels, int num_outputs, int num_inputs) -> Tensor");
+  m.def("twelve_size(int num_inputs) -> int");
   m.def("tree_attention(Tensor query, Tensor key, Tensor value, Tensor seen, float scale, float cap, Tensor? sinks) -> Tensor");
   m.def("seen_slots(Tensor lengths, Tensor depths, Tensor ancestors, int first, int end, bool by_range, int? window) -> Tensor");
   m.def("remember(Tensor(a!) ring, Tensor(b!) latest, int total, Tensor text) -> int");
@@ -1541,6 +1823,8 @@ STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
   m.impl("packed_product", TORCH_BOX(&product));
   m.impl("narrowest", TORCH_BOX(&narrowest));
   m.impl("pack", TORCH_BOX(&pack));
+  m.impl("encode_twelve", TORCH_BOX(&encode_twelve));
+  m.impl("decode_twelve", TORCH_BOX(&decode_twelve));
   m.impl("tree_attention", TORCH_BOX(&attend));
   m.impl("seen_slots", TORCH_BOX(&seen_slots));
   m.impl("grow", TORCH_BOX(&grow));
@@ -1551,6 +1835,7 @@ STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(medusa, CompositeExplicitAutograd, m) {
   m.impl("lanes", TORCH_BOX(&lanes));
+  m.impl("twelve_size", TORCH_BOX(&coded_size));
   m.impl("tiles", TORCH_BOX(&tiles));
 }
 

@@ -11,10 +11,13 @@ The compiler that is found compiles them for this processor in some ten seconds.
 
 Arithmetic is in float32. Weights lie in the narrowest of bfloat16, float16 and float32 that holds every
 number exactly: most checkpoints were published in bfloat16, and are the same model to the last bit at half
-the memory and nearly half the time. In int8 a weight has one scale per output channel, and the text is that
-of another model (MEASUREMENTS says how near). What it is multiplied by becomes whole numbers of 16 bits, 256
-of which share a scale; their products are added as whole numbers, which is exact in any order and half the
-work of widening to float32.
+the memory and nearly half the time. Numbers of bfloat16 take twelve bits where that is faster
+(:func:`uses_twelve_bits`): a trained matrix has few exponents, so a code of four bits is enough for the upper
+byte of all but a few in ten thousand weights, and those are kept apart.
+
+In int8 a weight has one scale per output channel, and the text is that of another model (MEASUREMENTS says
+how near). What it is multiplied by becomes whole numbers of 16 bits, 256 of which share a scale; their
+products are added as whole numbers, which is exact in any order and half the work of widening to float32.
 
 On processors with tile registers (AMX: Intel's servers since 2023) products of bfloat16 and int8 are computed
 in them, so that a pass of 16 rows takes little longer than one of a single row. Tiles multiply bfloat16 by
@@ -28,13 +31,16 @@ import contextlib
 import copy
 import ctypes
 import functools
+import itertools
 import math
 import mmap
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -46,6 +52,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
+from medusa import files
 from medusa.base.attention import TREE_ATTENTION
 from medusa.console import log_console
 from medusa.engine.libraries import check_library, compile_library, digest_of, found_compiler, kept_library
@@ -229,6 +236,13 @@ class Product(nn.Module):
         """Whether the weights were rounded to int8."""
         return self.scales is not None
 
+    @property
+    def num_apart(self) -> int | None:
+        """Number of weights that are kept apart from those in twelve bits; None for other forms."""
+        if self.panels.dtype != torch.uint8:
+            return None
+        return int(self.panels[:, 16:20].contiguous().view(torch.int32).sum())  # Head of kernels.cpp
+
     def rounded(self) -> Self:
         """The same layer with its weights rounded to int8."""
         made = copy.copy(self)
@@ -238,6 +252,8 @@ class Product(nn.Module):
 
     def unpacked(self) -> Tensor:
         """The matrix (out, in) float32 that this multiplies by."""
+        if self.num_apart is not None:
+            return torch.ops.medusa.decode_twelve(self.panels, self.width, self.num_inputs).float()
         rows = self.panels.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)[: self.width, : self.num_inputs]
         return rows.float() if self.scales is None else rows * self.scales[:, None]
 
@@ -264,7 +280,8 @@ def packed(weights: Sequence[Tensor], int8: bool = False) -> tuple[Tensor, Tenso
     """Matrices (out, in), one below the other, as the kernels read them: (panels, in / P, lanes, P), where a
     lane holds P = 2 numbers of bfloat16 or int8 (4 of int8 for tile registers), or one of another precision.
     What is missing of the last panel, and lane, are zeros. With scales (out,) where they are rounded to int8:
-    a number is a scale times one of the 255 whole numbers from -127 to 127.
+    a number is a scale times one of the 255 whole numbers from -127 to 127. Large matrices of numbers that
+    bfloat16 holds are (panels, bytes) uint8 where :func:`uses_twelve_bits`.
     """
     weights = [weight if weight.is_contiguous() else weight.contiguous() for weight in weights]
     num_outputs, num_inputs = sum(map(len, weights)), weights[0].shape[1]
@@ -275,17 +292,115 @@ def packed(weights: Sequence[Tensor], int8: bool = False) -> tuple[Tensor, Tenso
         if dtype == torch.float16 and any(narrowest_dtype(weight) != dtype for weight in weights):
             dtype = torch.float32  # what bfloat16 holds, float16 may not
         per_lane = 2 if dtype == torch.bfloat16 else 1
+    if dtype == torch.bfloat16 and num_outputs * num_inputs >= TWELVE_BITS_FROM and uses_twelve_bits():
+        panels = _in_twelve_bits(weights)
+        if panels is not None:
+            return panels, None
+    scales = torch.empty(num_outputs, dtype=torch.float32) if int8 else None
+    return _in_panels(weights, dtype, per_lane, scales), scales
+
+
+def _in_panels(
+    weights: Sequence[Tensor], dtype: torch.dtype, per_lane: int, scales: Tensor | None = None
+) -> Tensor:
+    """Contiguous matrices in panels of ``dtype``; ``scales`` (out,) of int8 are written."""
+    num_outputs, num_inputs = sum(map(len, weights)), weights[0].shape[1]
     shape = (-(-num_outputs // lanes()), -(-num_inputs // per_lane), lanes(), per_lane)
-    panels, scales = (
-        _weights.empty(shape, dtype),
-        torch.empty(num_outputs, dtype=torch.float32) if int8 else None,
-    )
+    panels = _weights.empty(shape, dtype)
     panels[-1].zero_()
     row = 0
     for weight in weights:
         torch.ops.medusa.pack(weight, panels, scales, row)
         row += len(weight)
-    return panels, scales
+    return panels
+
+
+# ------------------------------------------------------------------ twelve bits
+
+
+TWELVE_BITS_FROM = 2**17
+"""Number of weights from which on a matrix may lie in twelve bits: smaller ones stay in the second cache."""
+TWELVE_BITS = 12.2
+"""Bits of such a weight, with the room for those that are kept apart."""
+TREE_ROWS, PROMPT_ROWS, LARGEST_PROMPT_RATIO = (1, 4, 8), 32, 1.2
+"""Twelve bits are used where products of TREE_ROWS take no longer than in sixteen, in the geometric mean, and
+those of a prompt at most this many times as long, which is the noise of a trial."""
+_twelve_bits: bool | None = None
+
+
+def uses_twelve_bits(wanted: bool | None = None) -> bool:
+    """Whether large matrices of bfloat16 numbers are packed in twelve bits a weight, every number exactly.
+
+    They are where this machine multiplies them no slower than in sixteen bits. The first call measures that,
+    in about two seconds, and keeps the result beside the compiled kernels: delete it there to measure again.
+
+    Args:
+        wanted: whether they shall be from here on. Matrices that are packed already stay as they are.
+
+    Raises:
+        ValueError: the kernels cannot run here.
+    """
+    global _twelve_bits
+    lanes()  # loads them
+    if wanted is not None:
+        _twelve_bits = wanted
+    if _twelve_bits is None:
+        ratios = _kept_ratios()
+        mean = statistics.geometric_mean(ratios[str(rows)] for rows in TREE_ROWS)
+        _twelve_bits = mean <= 1 and ratios[str(PROMPT_ROWS)] <= LARGEST_PROMPT_RATIO
+    return _twelve_bits
+
+
+def _kept_ratios() -> dict[str, float]:
+    """:func:`_time_ratios` of this machine, measured once."""
+    digest = digest_of(SOURCE.read_text(), found_compiler(), FLAGS)
+    path = kept_library("twelve-bits", digest).with_suffix(".json")
+    if path.exists():
+        return dict(files.read_json(path))
+    ratios = _time_ratios()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_json(path, ratios)
+    except PermissionError as error:
+        log_console().print(f"twelve bits are timed for this process alone: {error}", style="dim")
+    return ratios
+
+
+def _time_ratios() -> dict[str, float]:
+    """The time of a product in twelve bits, relative to sixteen, by number of rows: the shortest of trials in
+    turns, which other programs delay least, over more weights than the caches of most processors hold."""
+    weight = torch.randn(64 * lanes(), 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
+    pages, repeats = HugePages(), 256 // lanes()
+    forms = []
+    for panels in (_in_twelve_bits([weight]), _in_panels([weight], torch.bfloat16, 2)):
+        assert panels is not None, "normal numbers have a place in twelve bits"
+        forms.append(pages.empty((repeats, *panels.shape), panels.dtype).copy_(panels).flatten(0, 1))
+    ratios = {}
+    for rows in (*TREE_ROWS, PROMPT_ROWS):
+        x = torch.randn(rows, 4096, generator=torch.Generator().manual_seed(1))
+        times: tuple[list[float], list[float]] = [], []
+        for _, (seconds, panels) in itertools.product(range(9), list(zip(times, forms, strict=True))):
+            start = time.perf_counter()
+            torch.ops.medusa.packed_product(x, panels, None, None, repeats * len(weight))
+            seconds.append(time.perf_counter() - start)
+        ratios[str(rows)] = min(times[0]) / min(times[1])
+    return ratios
+
+
+def _in_twelve_bits(weights: Sequence[Tensor]) -> Tensor | None:
+    """Contiguous matrices (out, in) of numbers that bfloat16 holds, one below the other, in twelve bits:
+    (panels, bytes) uint8, as ``kernels.cpp`` describes. None where a panel has no room for those apart."""
+    if any(len(weight) % lanes() for weight in weights[:-1]):
+        weights = [torch.cat([weight.bfloat16() for weight in weights])]
+    size = torch.ops.medusa.twelve_size(weights[0].shape[1])
+    panels = _weights.empty((-(-sum(map(len, weights)) // lanes()), size), torch.uint8)
+    row = 0
+    for weight in weights:
+        given = weight.bfloat16() if weight.dtype == torch.float16 else weight
+        if torch.ops.medusa.encode_twelve(given, panels, row) < 0:
+            return None
+        row += len(weight)
+    return panels
 
 
 class HugePages:

@@ -55,14 +55,23 @@ def product(shape, dtype, has_bias=True):
     return Product([weight], bias), weight, bias
 
 
-@pytest.fixture(params=["vectors", "tiles"])
-def multiplied_in(request):
-    """Products are computed in vector registers, or in tile registers where the processor has them."""
+@pytest.fixture(params=["vectors", "tiles", "twelve bits"])
+def multiplied_in(request, monkeypatch):
+    """Products are computed in vector registers, in tile registers where the processor has them, or from
+    weights in twelve bits where they are bfloat16."""
     before = has_tiles()
     if has_tiles(request.param == "tiles") != (request.param == "tiles"):
         pytest.skip("this processor has no tile registers")
+    if request.param == "twelve bits":
+        monkeypatch.setattr(kernels, "TWELVE_BITS_FROM", 0)
+        monkeypatch.setattr(kernels, "_twelve_bits", True)
     yield request.param
     has_tiles(before)
+
+
+def dtype_of(made):
+    """The type of the numbers that a product holds."""
+    return torch.bfloat16 if made.num_apart is not None else made.panels.dtype
 
 
 SIZES = [(3, 5), (1 << 20, 20), (7,), (1 << 20, 30), (64,), (1, 1, 1)]
@@ -99,7 +108,7 @@ def test_where_a_system_has_no_huge_pages_weights_lie_in_small_ones(monkeypatch)
 def test_a_product_is_the_product(multiplied_in, shape, dtype):
     for has_bias in (True, False):
         made, weight, bias = product(shape, dtype, has_bias)
-        assert made.panels.dtype == dtype
+        assert dtype_of(made) == dtype
         if dtype == torch.int8:
             weight = made.unpacked()
         for lead in ((), (3,), (2, 5), (0,), (37,)):
@@ -176,7 +185,7 @@ def test_a_weight_lies_in_the_narrowest_type_that_holds_it():
 @needs_kernels
 def test_a_number_times_one_is_itself_to_the_last_bit(multiplied_in):
     made = Product([torch.eye(40)], None)
-    assert made.panels.dtype == torch.bfloat16
+    assert dtype_of(made) == torch.bfloat16
     x = torch.randn(300, 40) * 10.0 ** torch.arange(-28.0, 32.0).repeat(5)[:, None]
     assert torch.equal(made(x), x)
 
@@ -207,6 +216,95 @@ def test_the_tile_registers_of_others_are_as_they_were(multiplied_in):
     before, other = made(x), left @ right
     for _ in range(3):
         assert torch.equal(made(x), before) and torch.equal(left @ right, other)
+
+
+def in_twelve_bits(weight, *below):
+    made = Product([weight, *below], None)
+    assert made.panels.dtype == torch.uint8
+    return made
+
+
+ALL_NUMBERS = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16)
+
+
+@needs_kernels
+def test_every_number_of_bfloat16_survives_twelve_bits(monkeypatch):
+    monkeypatch.setattr(kernels, "_twelve_bits", True)
+    weight = (torch.rand(4096, 4096) * 0.9 + 1).bfloat16()
+    weight[:, ::256] = ALL_NUMBERS.view(4096, 16)  # as many in a panel as it has room for
+    made = in_twelve_bits(weight)
+    held = torch.ops.medusa.decode_twelve(made.panels, *weight.shape)
+    assert torch.equal(held.view(torch.int16), weight.view(torch.int16))
+    assert made.num_apart is not None and 0 < made.num_apart < 2**16
+    assert made.panels.nbytes < 12.3 / 8 * weight.numel()
+
+
+@needs_kernels
+def test_weights_that_are_kept_apart_are_multiplied_too(monkeypatch):
+    monkeypatch.setattr(kernels, "TWELVE_BITS_FROM", 0)
+    monkeypatch.setattr(kernels, "_twelve_bits", True)
+    weight = torch.zeros(50, 520)
+    weight[0, :40], weight[48, :40] = 1.5, -1.5
+    weight[3, 519], weight[49, 0] = 2.0**100, -(2.0**-100)
+    made = in_twelve_bits(weight)
+    assert made.num_apart == 2
+    x = torch.randn(7, 520)
+    assert torch.equal(made(x)[:, [3, 49]], torch.stack([x[:, 519] * 2.0**100, x[:, 0] * -(2.0**-100)], 1))
+
+
+@needs_kernels
+def test_a_matrix_with_too_many_exponents_stays_in_sixteen_bits(monkeypatch):
+    monkeypatch.setattr(kernels, "TWELVE_BITS_FROM", 0)
+    monkeypatch.setattr(kernels, "_twelve_bits", True)
+    weight = (torch.rand(40, 512) * 0.9 + 1).bfloat16()
+    weight[17, :33] *= 2.0**40  # one more than the panel has room for
+    made = Product([weight], None)
+    assert made.panels.dtype == torch.bfloat16 and made.num_apart is None
+    weight[17, 32] = 1
+    assert in_twelve_bits(weight).num_apart == 32
+
+
+@needs_kernels
+def test_small_matrices_and_other_machines_keep_sixteen_bits(monkeypatch):
+    monkeypatch.setattr(kernels, "_twelve_bits", True)
+    assert Product([torch.ones(16, 16).bfloat16()], None).panels.dtype == torch.bfloat16
+    large = torch.ones(1024, 256).bfloat16()
+    assert Product([large], None).panels.dtype == torch.uint8
+    monkeypatch.setattr(kernels, "_twelve_bits", False)
+    assert Product([large], None).panels.dtype == torch.bfloat16
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "ratios, uses",
+    [((0.8, 1.0, 1.1, 1.1), True), ((0.9, 1.0, 1.2, 1.0), False), ((0.7, 0.8, 0.9, 1.3), False)],
+)
+def test_twelve_bits_are_used_where_they_were_measured_to_be_no_slower(ratios, uses, monkeypatch, tmp_path):
+    monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
+    monkeypatch.setattr(kernels, "_twelve_bits", None)
+    measured = dict(zip(("1", "4", "8", "32"), ratios, strict=True))
+    monkeypatch.setattr(kernels, "_time_ratios", lambda: measured)
+    assert kernels.uses_twelve_bits() == uses
+    monkeypatch.setattr(kernels, "_time_ratios", lambda: pytest.fail("it was measured before"))
+    monkeypatch.setattr(kernels, "_twelve_bits", None)
+    assert kernels.uses_twelve_bits() == uses
+    assert kernels.uses_twelve_bits(not uses) != uses
+
+
+@needs_kernels
+@pytest.mark.parametrize("width", [1, 3, 31, 32, 33, 40, 127, 300, 2049])
+def test_products_in_twelve_bits_give_the_same_bits_for_any_rows(width, monkeypatch):
+    monkeypatch.setattr(kernels, "TWELVE_BITS_FROM", 0)
+    monkeypatch.setattr(kernels, "_twelve_bits", True)
+    weight = ((torch.rand(75, width) + 0.5) * torch.randn(75, 1).sign()).bfloat16()
+    if width > 64:
+        weight[::7, 5], weight[3::9, -1] = 2.0**20, 2.0**-60
+    made, x = in_twelve_bits(weight), torch.randn(100, width)
+    together = made(x)
+    for rows in range(1, 101):
+        assert torch.equal(made(x[:rows]), together[:rows]), rows
+    exact = nn.functional.linear(x.double(), weight.double())
+    torch.testing.assert_close(together.double(), exact, atol=1e-3, rtol=1e-4)
 
 
 ODD_SHAPES = [(5, 3), (1, 1), (16, 64), (33, 70)]
