@@ -105,8 +105,8 @@ def load_model(
         heads = f"{counted(model.heads.num_heads, 'head')}, a tree of {nodes}"
     if has_adapter:
         heads += ", with the LoRA adapter that was trained with them: the text is the adapted model's"
-    for dtype, size in packed_bytes(model.runner).items():
-        heads += f", {megabytes(size)} of weights packed in {str(dtype).removeprefix('torch.')}"
+    for number_format, size in packed_bytes(model.runner).items():
+        heads += f", {megabytes(size)} of weights packed in {number_format}"
     log.print(f"{name} in {base.dtype} on {device}, {heads}", style="dim", soft_wrap=not log.is_terminal)
     if named is None and with_heads:
         text = (

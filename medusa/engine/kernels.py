@@ -237,6 +237,13 @@ class Product(nn.Module):
         return self.scales is not None
 
     @property
+    def number_format(self) -> str:
+        """How the weights are stored: the name of their type, or "bfloat16 in 12 bits"."""
+        return (
+            str(self.panels.dtype).removeprefix("torch.") if self.num_apart is None else "bfloat16 in 12 bits"
+        )
+
+    @property
     def num_apart(self) -> int | None:
         """Number of weights that are kept apart from those in twelve bits; None for other forms."""
         if self.panels.dtype != torch.uint8:

@@ -38,7 +38,7 @@ from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.attention import is_code_of_transformers
 from medusa.base.causal_lm import CausalLM, embedding_rows, lm_head
 from medusa.base.loading import BaseSource, explained_damage, find_base, load_base
-from medusa.engine.kernels import missing_kernels
+from medusa.engine.kernels import TWELVE_BITS, missing_kernels, uses_twelve_bits
 from medusa.engine.views import with_kernels
 from medusa.hardware import available_memory
 from medusa.options import Engine
@@ -159,12 +159,15 @@ class FileSizes:
         )
 
     def bytes_for(self, engine: Engine) -> int:
-        """Memory that the weights take as ``engine`` holds them."""
+        """Memory that the weights take as ``engine`` holds them, about."""
         if engine == "eager":
             return 4 * self.num_weights
         if self.num_bytes < self.num_weights * self.dtype.itemsize:  # of several types, so they are widened
             return self.num_weights * self.dtype.itemsize
-        return self.num_weights if engine == "int8" else self.num_bytes
+        if engine == "int8":
+            return self.num_weights
+        in_twelve_bits = self.dtype == torch.bfloat16 and missing_kernels() is None and uses_twelve_bits()
+        return int(self.num_weights * TWELVE_BITS / 8) if in_twelve_bits else self.num_bytes
 
     def check_memory(self, name: str, engine: Engine) -> None:
         """Raise MemoryError where the machine has too little memory for this engine."""

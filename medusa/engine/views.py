@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -141,14 +142,14 @@ def missing_for_plain_float32(base: CausalLM) -> str | None:
     return None
 
 
-def packed_bytes(view: CausalLM) -> dict[torch.dtype, int]:
-    """What packed weights take, by the type that they lie in; nothing where the base's own modules compute.
+def packed_bytes(view: CausalLM) -> dict[str, int]:
+    """Bytes of packed weights by :attr:`Product.number_format`; empty where the base's own modules compute.
     They stand beside the base's own weights, or instead of them if it was loaded for an engine."""
-    held: dict[torch.dtype, int] = {}
+    held: Counter[str] = Counter()
     for module in view.modules():
         if isinstance(module, Product):
-            held[module.panels.dtype] = held.get(module.panels.dtype, 0) + module.panels.nbytes
-    return held
+            held[module.number_format] += module.panels.nbytes
+    return dict(held)
 
 
 class InPlaceNorm(nn.Module):

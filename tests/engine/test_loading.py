@@ -23,7 +23,7 @@ from medusa.base import architecture_check
 from medusa.base.causal_lm import embedding_rows, lm_head
 from medusa.base.loading import find_base, load_base
 from medusa.drafters.registry import DrafterFactory, DrafterSettings
-from medusa.engine import loading
+from medusa.engine import kernels, loading
 from medusa.engine.kernels import missing_kernels
 from medusa.engine.loading import FileSizes, load_for_engine
 from medusa.engine.views import packed_as, view_of
@@ -137,14 +137,17 @@ def test_rows_of_embeddings_are_those_of_the_file(tmp_path):
         assert ours.weight.shape == theirs.weight.shape and ours.weight.dtype == torch.float32
 
 
-def test_a_start_that_must_fail_for_memory_says_what_would_fit(tmp_path, monkeypatch):
+@pytest.mark.parametrize("bits, in_twelve", [(16, False), (12.2, True)])
+def test_a_start_that_must_fail_for_memory_says_what_would_fit(bits, in_twelve, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "_twelve_bits", in_twelve)
     directory = saved(tiny_model("llama"), tmp_path)
     sizes = FileSizes.of(find_base(directory))
     assert (sizes.num_bytes, sizes.dtype) == (2 * sizes.num_weights, torch.bfloat16)
+    enough = int(sizes.num_weights * bits / 8)
     monkeypatch.setattr(loading, "SPARE_BYTES", 0)
-    monkeypatch.setattr(loading, "available_memory", lambda: sizes.num_bytes)
+    monkeypatch.setattr(loading, "available_memory", lambda: enough)
     load_for_engine(directory, "packed")
-    monkeypatch.setattr(loading, "available_memory", lambda: sizes.num_bytes - 1)
+    monkeypatch.setattr(loading, "available_memory", lambda: enough - 1)
     monkeypatch.setattr(loading, "load_base", lambda *given, **named: pytest.fail("it was loaded"))
     with pytest.raises(MemoryError, match=r"takes 0\.\d GB with engine='packed'.* fits is engine='int8'"):
         load_for_engine(directory, "auto")
