@@ -917,17 +917,16 @@ static void packed(const Tensor& weight, const Tensor& panels, const std::option
   });
 }
 
-static inline uint16_t bfloat16_bits(BFloat16 value) { return value.bits; }
-static inline uint16_t bfloat16_bits(float value) { return std::bit_cast<uint32_t>(value) >> 16; }
-
-// The least of seven upper bytes without their sign that follow each other and are had by most of these weights; a look at one
-// in seven tells, as it meets all lanes.
+// The least of seven upper bytes without their sign that follow each other and are had by most of these weights. Four counts,
+// as a number that was just written is slow to read.
 static int least_upper_byte(const std::vector<uint16_t>& weights) {
-  int64_t count[128] = {}, held = 0, most = 0;
-  for (size_t i = 0; i < weights.size(); i += 7) count[weights[i] >> 8 & 127]++;
+  int64_t counts[4][128] = {}, held = 0, most = 0;
+  for (size_t i = 0; i < weights.size(); i += 4)
+    for (int part = 0; part < 4; part++) counts[part][weights[i + part] >> 8 & 127]++;
+  auto count = [&](int upper) { return counts[0][upper] + counts[1][upper] + counts[2][upper] + counts[3][upper]; };
   int least = 1;
   for (int highest = 1; highest < 128; highest++) {
-    held += count[highest] - (highest > 7 ? count[highest - 7] : 0);
+    held += count(highest) - (highest > 7 ? count(highest - 7) : 0);
     if (held > most) most = held, least = std::max(highest - 6, 1);
   }
   return least;
@@ -973,12 +972,17 @@ static int64_t encoded_from(const Tensor& weight, const Tensor& panels, int64_t 
   std::atomic<int64_t> num_apart = 0;
   std::atomic<bool> fits = true;
   torch::stable::parallel_for(0, (N + LANES - 1) / LANES, 1, [&](int64_t begin, int64_t end) {
-    std::vector<uint16_t> wide;
+    std::vector<uint16_t> wide(coded_columns(K) * LANES), narrow;
     for (int64_t panel = begin; panel < end && fits; panel++) {
-      wide.assign(coded_columns(K) * LANES, 0);
-      for (int64_t lane = 0; lane < std::min<int64_t>(LANES, N - panel * LANES); lane++) {
-        const Source* from = numbers<Source>(weight) + (panel * LANES + lane) * K;
-        for (int64_t k = 0; k < K; k++) wide[(k / 2 * LANES + lane) * 2 + k % 2] = bfloat16_bits(from[k]);
+      const Source* rows = numbers<Source>(weight) + panel * LANES * K;
+      int64_t lanes = std::min<int64_t>(LANES, N - panel * LANES);
+      if (lanes < LANES) std::fill(wide.begin(), wide.end(), 0);
+      if constexpr (std::is_same_v<Source, BFloat16>) {
+        interleave<2>(reinterpret_cast<const uint16_t*>(rows), lanes, K, wide.data());
+      } else {
+        narrow.resize(lanes * K);
+        for (int64_t i = 0; i < lanes * K; i++) narrow[i] = std::bit_cast<uint32_t>(rows[i]) >> 16;
+        interleave<2>(narrow.data(), lanes, K, wide.data());
       }
       int64_t found = encode(wide, K, Coded<char>(numbers<char>(panels) + (row / LANES + panel) * panels.size(1), K));
       num_apart += found;
