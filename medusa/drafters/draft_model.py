@@ -29,7 +29,7 @@ from medusa.base.causal_lm import (
 from medusa.base.recurrent import is_recurrent
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext, Drafter
-from medusa.engine.views import missing_for_kernels, view_of
+from medusa.engine.views import packed_unsupported_reason, view_of
 from medusa.trees.candidate_tree import CandidateTree
 
 MOST_PADDING = 0.05
@@ -176,6 +176,6 @@ def low_precision(base: CausalLM) -> CausalLM:
     Raises:
         ValueError: ``base`` is not float32 on the CPU.
     """
-    if (lacks := missing_for_kernels(base)) is not None:
+    if (lacks := packed_unsupported_reason(base)) is not None:
         raise ValueError(f"low-precision drafting needs {lacks}")
     return view_of(base, int8=True)

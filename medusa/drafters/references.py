@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medusa.engine.kernels import missing_kernels
+from medusa.engine.kernels import kernels_unsupported_reason
 from medusa.hardware import sent
 
 NUM_ORDERS = 2
@@ -49,7 +49,7 @@ class SuffixCorpus:
     def __init__(self, max_bytes: int):
         if max_bytes < LEAST_BYTES:
             raise ValueError(f"max_bytes must be at least {LEAST_BYTES}, got {max_bytes}")
-        if (lacks := missing_kernels()) is not None:
+        if (lacks := kernels_unsupported_reason()) is not None:
             raise ValueError(f"a corpus needs {lacks}")
         self.capacity = min(max_bytes // BYTES_PER_TOKEN, MOST_TOKENS // 2)
         """Tokens that it can hold."""

@@ -44,7 +44,7 @@ from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 from medusa.engine import Engine, apply_engine
 from medusa.engine.loading import load_for_engine
-from medusa.engine.views import missing_for_kernels
+from medusa.engine.views import packed_unsupported_reason
 from medusa.heads.autoregressive_head import AutoregressiveHead, Heads, check_heads_fit
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa.heads.eagle3 import Eagle3Head
@@ -247,7 +247,9 @@ DRAFTERS: dict[str, NamedDrafter] = {
         NamedDrafter(
             "low-precision",
             lambda host, settings: LowPrecisionDrafter(low_precision(host.base), settings.tree()),
-            lambda host, settings: NO_STATE if is_recurrent(host.base) else missing_for_kernels(host.base),
+            lambda host, settings: (
+                NO_STATE if is_recurrent(host.base) else packed_unsupported_reason(host.base)
+            ),
         ),
         NamedDrafter("plain", lambda host, settings: PlainDrafter()),
     )

@@ -44,8 +44,8 @@ import torch
 
 from medusa.base.causal_lm import CausalLM
 from medusa.console import log_console
-from medusa.engine.kernels import missing_kernels
-from medusa.engine.views import missing_for_kernels, missing_for_plain_float32, packed_as, view_of
+from medusa.engine.kernels import kernels_unsupported_reason
+from medusa.engine.views import float32_unsupported_reason, packed_as, packed_unsupported_reason, view_of
 from medusa.options import Engine
 
 QUANTISED = ("int8",)
@@ -69,7 +69,7 @@ def apply_engine(base: CausalLM, engine: Engine) -> CausalLM:
                 f"been cast or moved since, to {base.dtype} on {base.device}; load it again"
             )
         return base
-    if (lacks := missing_for_kernels(base)) is not None:
+    if (lacks := packed_unsupported_reason(base)) is not None:
         raise ValueError(f"engine={engine!r} needs {lacks}; use engine='eager'")
     return view_of(base, int8=engine == "int8")
 
@@ -90,9 +90,9 @@ def resolved_engine(base: CausalLM, engine: Engine) -> Engine:
             )
         return held
     if engine == "auto":
-        if missing_for_plain_float32(base) is not None:
+        if float32_unsupported_reason(base) is not None:
             return "eager"
-        if (lacks := missing_kernels()) is not None:
+        if (lacks := kernels_unsupported_reason()) is not None:
             _say_once(lacks)
             return "eager"
         return "packed"

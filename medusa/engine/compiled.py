@@ -43,7 +43,7 @@ from medusa.base.causal_lm import (
     verify,
     vocab_size,
 )
-from medusa.engine.kernels import Product
+from medusa.engine.kernels import PackedMatmul
 from medusa.engine.libraries import digest_of, kept_library
 from medusa.engine.programs import Part, Program
 from medusa.engine.views import JoinedLinear
@@ -81,7 +81,7 @@ def _widths(view: CausalLM) -> list[int]:
     """Name of the dimension of rows inside a layer."""
     parts = [module for layer in decoder_layers(view) for module in layer.modules()]
     joined = [len(each.weight) for each in parts if isinstance(each, JoinedLinear)]
-    return joined + [each.width for each in parts if isinstance(each, Product)]
+    return joined + [each.width for each in parts if isinstance(each, PackedMatmul)]
 
 
 class CompiledPass:

@@ -63,7 +63,7 @@ FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-ffp-contract=off", "-w")
 
 
 @functools.cache
-def missing_kernels() -> str | None:
+def kernels_unsupported_reason() -> str | None:
     """What the kernels lack to run here, in words; None when nothing, and they are loaded."""
     compiler = found_compiler()
     if compiler is None:
@@ -84,7 +84,7 @@ def missing_kernels() -> str | None:
 
 def are_loaded() -> bool:
     """Whether something in this process runs on the kernels already; nothing is compiled to find out."""
-    return missing_kernels.cache_info().currsize > 0 and missing_kernels() is None
+    return kernels_unsupported_reason.cache_info().currsize > 0 and kernels_unsupported_reason() is None
 
 
 def lanes() -> int:
@@ -93,7 +93,7 @@ def lanes() -> int:
     Raises:
         ValueError: they cannot run here.
     """
-    if (lacks := missing_kernels()) is not None:
+    if (lacks := kernels_unsupported_reason()) is not None:
         raise ValueError(f"computing with the kernels needs {lacks}")
     return int(torch.ops.medusa.lanes())
 
@@ -203,7 +203,7 @@ for _instead, _name in TREE_ATTENTION.items():
 # ------------------------------------------------------------------ linear layers
 
 
-class Product(nn.Module):
+class PackedMatmul(nn.Module):
     """Rows times a matrix, float32 outside: (..., in) -> (..., out).
 
     Args:
@@ -224,7 +224,7 @@ class Product(nn.Module):
             self.bias = bias  # shared with the base
         else:
             self.register_buffer("bias", bias, persistent=False)
-        panels, scales = packed(weights, int8)
+        panels, scales = pack(weights, int8)
         self.register_buffer("panels", panels, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
 
@@ -253,7 +253,7 @@ class Product(nn.Module):
     def rounded(self) -> Self:
         """The same layer with its weights rounded to int8."""
         made = copy.copy(self)
-        panels, scales = packed([self.unpacked()], int8=True)
+        panels, scales = pack([self.unpacked()], int8=True)
         made._buffers = {**self._buffers, "panels": panels, "scales": scales}
         return made
 
@@ -265,7 +265,7 @@ class Product(nn.Module):
         return rows.float() if self.scales is None else rows * self.scales[:, None]
 
 
-class PackedLinear(Product):
+class PackedLinear(PackedMatmul):
     """A linear layer over a packed weight."""
 
     def __init__(self, linear: nn.Linear | Conv1D, int8: bool = False):
@@ -283,7 +283,7 @@ def narrowest_dtype(weight: Tensor) -> torch.dtype:
 _PRECISIONS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def packed(weights: Sequence[Tensor], int8: bool = False) -> tuple[Tensor, Tensor | None]:
+def pack(weights: Sequence[Tensor], int8: bool = False) -> tuple[Tensor, Tensor | None]:
     """Matrices (out, in), one below the other, as the kernels read them: (panels, in / P, lanes, P), where a
     lane holds P = 2 numbers of bfloat16 or int8 (4 of int8 for tile registers), or one of another precision.
     What is missing of the last panel, and lane, are zeros. With scales (out,) where they are rounded to int8:

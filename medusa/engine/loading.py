@@ -38,7 +38,7 @@ from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.attention import is_code_of_transformers
 from medusa.base.causal_lm import CausalLM, embedding_rows, lm_head
 from medusa.base.loading import BaseSource, explained_damage, find_base, load_base
-from medusa.engine.kernels import TWELVE_BITS, missing_kernels, uses_twelve_bits
+from medusa.engine.kernels import TWELVE_BITS, kernels_unsupported_reason, uses_twelve_bits
 from medusa.engine.views import with_kernels
 from medusa.hardware import available_memory
 from medusa.options import Engine
@@ -67,7 +67,7 @@ def load_for_engine(source: str | Path | BaseSource, engine: Engine, **kwargs: A
     sizes = FileSizes.of(source)
     if sizes is not None:
         sizes.check_memory(source.name, engine)
-    if sizes is None or engine == "eager" or missing_kernels() is not None:
+    if sizes is None or engine == "eager" or kernels_unsupported_reason() is not None:
         return load_base(source, dtype=torch.float32)
     base = load_base(source, dtype=sizes.dtype)
     is_known_code = is_code_of_transformers(base) and is_code_of_transformers(base.get_decoder())
@@ -166,14 +166,16 @@ class FileSizes:
             return self.num_weights * self.dtype.itemsize
         if engine == "int8":
             return self.num_weights
-        in_twelve_bits = self.dtype == torch.bfloat16 and missing_kernels() is None and uses_twelve_bits()
+        in_twelve_bits = (
+            self.dtype == torch.bfloat16 and kernels_unsupported_reason() is None and uses_twelve_bits()
+        )
         return int(self.num_weights * TWELVE_BITS / 8) if in_twelve_bits else self.num_bytes
 
     def check_memory(self, name: str, engine: Engine) -> None:
         """Raise MemoryError where the machine has too little memory for this engine."""
         free = available_memory()
         if engine == "auto":
-            engine = "eager" if missing_kernels() is not None else "packed"
+            engine = "eager" if kernels_unsupported_reason() is not None else "packed"
         needed = self.bytes_for(engine) + SPARE_BYTES
         if free is None or needed <= free:
             return

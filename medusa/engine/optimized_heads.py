@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.base.causal_lm import copy_sharing_parameters, embedding_rows, embedding_weight
-from medusa.engine.kernels import PackedLinear, Product
+from medusa.engine.kernels import PackedLinear, PackedMatmul
 from medusa.engine.programs import Part, Program
 from medusa.heads.draft_vocab import DraftVocab, GatheredRows
 from medusa.heads.medusa_heads import MedusaHeads
@@ -50,11 +50,11 @@ def optimized_heads(heads: AnyHeads, lm_head: nn.Module) -> AnyHeads:
             quick.__class__ = OptimizedHeads
             quick._modules.pop("paths", None)
             quick.path_products = nn.ModuleList(
-                Product([weight.detach()], None, int8=True) for weight in getattr(heads, "paths", ())
+                PackedMatmul([weight.detach()], None, int8=True) for weight in getattr(heads, "paths", ())
             )
     if scored is not None:
         gathered = GatheredRows(lm_head, scored)
-        quick.scorer = Product([gathered.rows], gathered.bias, int8=True) if has_kernels else gathered
+        quick.scorer = PackedMatmul([gathered.rows], gathered.bias, int8=True) if has_kernels else gathered
     return quick
 
 

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from medusa.engine.kernels import SOURCE, Product
+from medusa.engine.kernels import SOURCE, PackedMatmul
 from medusa.engine.libraries import check_library, compile_library, digest_of, kept_library
 from medusa.engine.views import JoinedLinear
 
@@ -33,7 +33,7 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
     read = {}
     for prefix, part in module.named_modules():
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-            is_shown = isinstance(part, JoinedLinear) or (isinstance(part, Product) and name == "weight")
+            is_shown = isinstance(part, JoinedLinear) or (isinstance(part, PackedMatmul) and name == "weight")
             if tensor is not None and not is_shown:
                 read[f"{prefix}.{name}" if prefix else name] = tensor.detach()
     return read

@@ -15,7 +15,7 @@ from medusa.base.architecture_check import is_tested, verification_error
 from medusa.base.attention import TREE_ATTENTION
 from medusa.base.causal_lm import CausalLM, copy_sharing_parameters
 from medusa.base.recurrent import is_recurrent
-from medusa.engine.kernels import PackedLinear, Product, missing_kernels
+from medusa.engine.kernels import PackedLinear, PackedMatmul, kernels_unsupported_reason
 from medusa.engine.snapshot import alteration_of
 
 ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")
@@ -56,7 +56,7 @@ def with_kernels(model: CausalLM, int8: bool, release: Callable[[Tensor], Tensor
                     del made.weight
                     made.weight = release(child.weight.detach())
                 setattr(parent, name, made)
-            elif isinstance(child, Product) and int8 and not child.is_int8:
+            elif isinstance(child, PackedMatmul) and int8 and not child.is_int8:
                 setattr(parent, name, child.rounded())
                 if isinstance(parent, JoinedLinear):
                     parent.share(parent.product)
@@ -115,20 +115,20 @@ class RowwiseActivation(nn.Module):
         return torch.cat([self.function(part) for part in parts]).view(x.shape)
 
 
-def missing_for_kernels(base: CausalLM) -> str | None:
+def packed_unsupported_reason(base: CausalLM) -> str | None:
     """What :func:`view_of` lacks to run ``base``; None when nothing."""
-    return missing_for_plain_float32(base) or missing_kernels()
+    return float32_unsupported_reason(base) or kernels_unsupported_reason()
 
 
 def packed_as(base: CausalLM) -> Literal["packed", "int8"] | None:
     """The engine whose weights ``base`` computes with; None where its own modules compute."""
-    products = [module for module in base.modules() if isinstance(module, Product)]
+    products = [module for module in base.modules() if isinstance(module, PackedMatmul)]
     if not products:
         return None
     return "int8" if products[0].is_int8 else "packed"
 
 
-def missing_for_plain_float32(base: CausalLM) -> str | None:
+def float32_unsupported_reason(base: CausalLM) -> str | None:
     """What a CPU engine that reads float32 weights lacks in ``base``; None when nothing."""
     devices = {parameter.device.type for parameter in base.parameters()}
     if base.dtype != torch.float32 or devices != {"cpu"}:
@@ -143,11 +143,11 @@ def missing_for_plain_float32(base: CausalLM) -> str | None:
 
 
 def packed_bytes(view: CausalLM) -> dict[str, int]:
-    """Bytes of packed weights by :attr:`Product.number_format`; empty where the base's own modules compute.
-    They stand beside the base's own weights, or instead of them if it was loaded for an engine."""
+    """Bytes of packed weights by :attr:`PackedMatmul.number_format`; empty where the base's own modules
+    compute. They stand beside the base's own weights, or instead of them if it was loaded for an engine."""
     held: Counter[str] = Counter()
     for module in view.modules():
-        if isinstance(module, Product):
+        if isinstance(module, PackedMatmul):
             held[module.number_format] += module.panels.nbytes
     return dict(held)
 
@@ -204,7 +204,7 @@ def joinable_linears(module: nn.Module) -> Iterator[list[nn.Linear]]:
 def joined(linears: list[nn.Linear], int8: bool = False) -> list[nn.Module]:
     """Layers to put in the place of ``linears``, which share one product."""
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-    product = Product(
+    product = PackedMatmul(
         [linear.weight.detach() for linear in linears], torch.cat(biases) if biases else None, int8
     )
     shared = _JointProduct(product, [linear.out_features for linear in linears])

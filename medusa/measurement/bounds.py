@@ -26,7 +26,7 @@ from medusa.base.causal_lm import (
     lm_head,
 )
 from medusa.decoding.statistics import DecodingStatistics
-from medusa.engine.kernels import Product
+from medusa.engine.kernels import PackedMatmul
 from medusa.engine.views import JoinedLinear
 from medusa.hardware import DeviceRates
 from medusa.heads.autoregressive_head import AutoregressiveHead
@@ -79,7 +79,7 @@ def pass_cost(runner: CausalLM) -> tuple[float, int]:
     only the rows of the tokens are read.
     """
     rows_only, output = runner.get_input_embeddings(), lm_head(runner)
-    is_read_whole = rows_only.weight is embedding_weight(output) and not isinstance(output, Product)
+    is_read_whole = rows_only.weight is embedding_weight(output) and not isinstance(output, PackedMatmul)
     return _read_whole(runner, leave_out=None if is_read_whole else rows_only)
 
 
@@ -92,7 +92,7 @@ def _read_whole(model: nn.Module, leave_out: nn.Module | None = None) -> tuple[f
         if module is leave_out or isinstance(module, JoinedLinear):
             continue
         names = dict(module.named_parameters(recurse=False))
-        if isinstance(module, Product):
+        if isinstance(module, PackedMatmul):
             names.pop("weight", None)
             packed = (each for name, each in module.named_buffers(recurse=False) if name != "rows")
             num_bytes += sum(each.nbytes for each in packed)

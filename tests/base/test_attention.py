@@ -25,7 +25,7 @@ from medusa.base.attention import (
     seen_slots,
     tree_attention_masks,
 )
-from medusa.engine.kernels import missing_kernels
+from medusa.engine.kernels import kernels_unsupported_reason
 from medusa.trees.candidate_tree import TreeTopology
 
 WINDOWS = {
@@ -38,7 +38,9 @@ WINDOWS = {
     "mixtral-moe": {"full_attention": None},
 }
 
-needs_kernels = pytest.mark.skipif(missing_kernels() is not None, reason="no C++ compiler is installed")
+needs_kernels = pytest.mark.skipif(
+    kernels_unsupported_reason() is not None, reason="no C++ compiler is installed"
+)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -13,14 +13,14 @@ from medusa.cli import loading
 from medusa.cli.loading import set_step
 from medusa.cli.main import main
 from medusa.decoding.steps import Libraries
-from medusa.engine.kernels import missing_kernels
+from medusa.engine.kernels import kernels_unsupported_reason
 
 
 @pytest.fixture
 def compiling(monkeypatch, tmp_path):
     """Compiling leaves an empty library; the directories that it was asked for."""
     made = []
-    missing_kernels()  # in the user's own cache
+    kernels_unsupported_reason()  # in the user's own cache
     monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
 
     def compiled_pass(self):

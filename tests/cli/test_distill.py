@@ -12,7 +12,7 @@ from tiny_chat import chat_base, chat_tokenizer, save_chat_model
 
 from medusa import MedusaModel
 from medusa.cli.main import main
-from medusa.engine.views import missing_for_kernels
+from medusa.engine.views import packed_unsupported_reason
 from medusa.files import read_json
 from medusa.prompts import read_prompts
 from medusa.training.distillation import answering
@@ -283,7 +283,7 @@ def test_the_program_answers_with_a_model_from_disk(tmp_path, capsys):
     assert f"medusa train --config smollm2_demo --base {base} --data {output} --output_dir " in said
 
 
-@pytest.mark.skipif(missing_for_kernels(chat_base()) is not None, reason="no C++ compiler is installed")
+@pytest.mark.skipif(packed_unsupported_reason(chat_base()) is not None, reason="no C++ compiler is installed")
 def test_answers_of_the_int8_engine_are_kept_apart_from_the_models_own(tmp_path, capsys):
     base, _ = save_chat_model(tmp_path)
     output = tmp_path / "rows.jsonl"

@@ -11,7 +11,7 @@ import medusa
 from medusa import HeadsCheckpoint, MedusaModel, save_heads
 from medusa.assets import DEFAULT_HEADS
 from medusa.cli.main import main
-from medusa.engine.kernels import missing_kernels
+from medusa.engine.kernels import kernels_unsupported_reason
 from medusa.heads.checkpoint import weights_digest
 from medusa.training.config import DataOptions
 from medusa.training.data.loading import held_out_answers, load_data
@@ -174,7 +174,7 @@ def flags(setting, tmp_path):
 
 
 def test_int8_is_some_way_from_float32_and_a_packed_model_is_none(flags, capsys):
-    if missing_kernels() is not None:
+    if kernels_unsupported_reason() is not None:
         pytest.skip("torch is built without oneDNN")
     kl = {}
     for engine in ("packed", "int8"):

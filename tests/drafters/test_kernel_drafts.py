@@ -20,12 +20,14 @@ from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.protocol import DraftContext, topology_violations
 from medusa.engine import apply_engine
 from medusa.engine.optimized_heads import optimized_heads
-from medusa.engine.views import missing_for_kernels
+from medusa.engine.views import packed_unsupported_reason
 
 BASE = LlamaForCausalLM(LlamaConfig(**{**GROUPED, "num_hidden_layers": 1})).eval()
 SIZE = BASE.config.hidden_size
 
-pytestmark = pytest.mark.skipif(missing_for_kernels(BASE) is not None, reason="no C++ compiler is installed")
+pytestmark = pytest.mark.skipif(
+    packed_unsupported_reason(BASE) is not None, reason="no C++ compiler is installed"
+)
 
 
 def drafter(num_nodes, depth, suffix_length, token_map_size=None):

@@ -25,9 +25,11 @@ from medusa.drafters.suffix import (
     SuffixDrafter,
     continuations,
 )
-from medusa.engine.kernels import missing_kernels
+from medusa.engine.kernels import kernels_unsupported_reason
 
-pytestmark = pytest.mark.skipif(missing_kernels() is not None, reason="no C++ compiler is installed")
+pytestmark = pytest.mark.skipif(
+    kernels_unsupported_reason() is not None, reason="no C++ compiler is installed"
+)
 
 DEPTH, MAX_PLACES, SHORTEST_INDEXED, MOST_TRUST = 6, 16, LEAST_OF_SEVERAL, 1.5
 TOKENS = st.lists(st.integers(0, 3), max_size=30)

@@ -17,7 +17,7 @@ from medusa.drafters.registry import DRAFTERS, DrafterFactory, DrafterSettings
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 from medusa.engine.kernels import PackedLinear
-from medusa.engine.views import missing_for_kernels
+from medusa.engine.views import packed_unsupported_reason
 from medusa.trees.tuned_trees import TunedTree
 
 BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (1, 0)])
@@ -71,7 +71,7 @@ def test_every_name_gives_its_drafter_and_every_drafter_is_exact():
 
 def test_models_that_draft_run_on_the_engine_of_the_base(tmp_path):
     base = tiny_model("llama")
-    if missing_for_kernels(base):
+    if packed_unsupported_reason(base):
         pytest.skip("this torch packs no weights")
     model = MedusaModel(base, engine="packed")
     base.save_pretrained(tmp_path)

@@ -18,12 +18,12 @@ from medusa.decoding.batch import BatchLimits, Row
 from medusa.engine import apply_engine
 from medusa.engine import compiled as compiled_passes
 from medusa.engine.compiled import CompiledPass, layers_unsupported_reason, library_paths
-from medusa.engine.kernels import missing_kernels
+from medusa.engine.kernels import kernels_unsupported_reason
 from medusa.engine.programs import Part, Program
-from medusa.engine.views import missing_for_kernels
+from medusa.engine.views import packed_unsupported_reason
 
 pytestmark = pytest.mark.skipif(
-    missing_for_kernels(tiny_model("llama")) is not None, reason="no C++ compiler is installed"
+    packed_unsupported_reason(tiny_model("llama")) is not None, reason="no C++ compiler is installed"
 )
 BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 0, 0)])
 HEADS = HeadsConfig(32, VOCAB_SIZE, num_heads=3, fused_layers=(1,), reads_path=True)
@@ -245,7 +245,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(monkeypatch, what):
     base = copy.deepcopy(tiny_model("llama"))
     if what == "compiler":
         monkeypatch.setattr(shutil, "which", lambda name: None)
-        missing_kernels.cache_clear()
+        kernels_unsupported_reason.cache_clear()
         reason = r"engine='packed' needs a C\+\+ compiler \(g\+\+ .*none is installed"
     elif what == "attention":
         base = DogeForCausalLM(DogeConfig(**GROUPED)).eval()
@@ -259,4 +259,4 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(monkeypatch, what):
         reason = "step='compiled' needs widths that are multiples of 16, got 40"
     with pytest.raises(ValueError, match=reason):
         MedusaModel(base, engine="packed", step="compiled")
-    missing_kernels.cache_clear()
+    kernels_unsupported_reason.cache_clear()

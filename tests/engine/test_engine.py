@@ -24,14 +24,14 @@ from medusa.engine.views import (
     in_place_norm,
     joinable_linears,
     joined,
-    missing_for_kernels,
     packed_as,
     packed_bytes,
+    packed_unsupported_reason,
     view_of,
 )
 
 needs_kernels = pytest.mark.skipif(
-    missing_for_kernels(tiny_model("llama")) is not None, reason="no C++ compiler is installed"
+    packed_unsupported_reason(tiny_model("llama")) is not None, reason="no C++ compiler is installed"
 )
 
 

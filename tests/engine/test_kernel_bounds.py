@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from medusa.engine.kernels import missing_kernels, packed
+from medusa.engine.kernels import kernels_unsupported_reason, pack
 
-pytestmark = pytest.mark.skipif(missing_kernels() is not None, reason="no C++ compiler is installed")
+pytestmark = pytest.mark.skipif(
+    kernels_unsupported_reason() is not None, reason="no C++ compiler is installed"
+)
 SEEN = torch.tensor([[[[0, 4, 1, 0], [0, 4, 1, 2]]]], dtype=torch.int32)
 TWO_LENGTHS = torch.ones(2, dtype=torch.long)
 
@@ -115,7 +117,7 @@ BEYOND = {
 def test_what_lies_beyond_a_tensor_is_refused(operator, name, wrong):
     call, given = getattr(torch.ops.medusa, operator), {**GIVEN[operator]}
     if operator == "packed_product":
-        given["panels"] = packed([torch.zeros(24, 40)])[0]
+        given["panels"] = pack([torch.zeros(24, 40)])[0]
     call(*given.values())
     with pytest.raises(RuntimeError, match=r"must|are wanted"):
         call(*{**given, name: wrong}.values())

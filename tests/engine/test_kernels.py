@@ -32,16 +32,18 @@ from medusa.base.causal_lm import new_cache, prefill, verify
 from medusa.engine import kernels
 from medusa.engine.kernels import (
     HugePages,
-    Product,
+    PackedMatmul,
     has_tiles,
-    missing_kernels,
+    kernels_unsupported_reason,
     narrowest_dtype,
-    packed,
+    pack,
 )
 from medusa.engine.views import view_of
 from medusa.trees.candidate_tree import TreeTopology
 
-needs_kernels = pytest.mark.skipif(missing_kernels() is not None, reason="no C++ compiler is installed")
+needs_kernels = pytest.mark.skipif(
+    kernels_unsupported_reason() is not None, reason="no C++ compiler is installed"
+)
 BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 0, 0)])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
 
@@ -50,9 +52,9 @@ def product(shape, dtype, has_bias=True):
     torch.manual_seed(0)
     weight, bias = torch.randn(shape), torch.randn(shape[0]) if has_bias else None
     if dtype == torch.int8:
-        return Product([weight], bias, int8=True), weight, bias
+        return PackedMatmul([weight], bias, int8=True), weight, bias
     weight = weight.to(dtype).float()
-    return Product([weight], bias), weight, bias
+    return PackedMatmul([weight], bias), weight, bias
 
 
 @pytest.fixture(params=["vectors", "tiles", "twelve bits"])
@@ -184,7 +186,7 @@ def test_a_weight_lies_in_the_narrowest_type_that_holds_it():
 
 @needs_kernels
 def test_a_number_times_one_is_itself_to_the_last_bit(multiplied_in):
-    made = Product([torch.eye(40)], None)
+    made = PackedMatmul([torch.eye(40)], None)
     assert dtype_of(made) == torch.bfloat16
     x = torch.randn(300, 40) * 10.0 ** torch.arange(-28.0, 32.0).repeat(5)[:, None]
     assert torch.equal(made(x), x)
@@ -219,7 +221,7 @@ def test_the_tile_registers_of_others_are_as_they_were(multiplied_in):
 
 
 def in_twelve_bits(weight, *below):
-    made = Product([weight, *below], None)
+    made = PackedMatmul([weight, *below], None)
     assert made.panels.dtype == torch.uint8
     return made
 
@@ -258,7 +260,7 @@ def test_a_matrix_with_too_many_exponents_stays_in_sixteen_bits(monkeypatch):
     monkeypatch.setattr(kernels, "_twelve_bits", True)
     weight = (torch.rand(40, 512) * 0.9 + 1).bfloat16()
     weight[17, :33] *= 2.0**40  # one more than the panel has room for
-    made = Product([weight], None)
+    made = PackedMatmul([weight], None)
     assert made.panels.dtype == torch.bfloat16 and made.num_apart is None
     weight[17, 32] = 1
     assert in_twelve_bits(weight).num_apart == 32
@@ -267,11 +269,11 @@ def test_a_matrix_with_too_many_exponents_stays_in_sixteen_bits(monkeypatch):
 @needs_kernels
 def test_small_matrices_and_other_machines_keep_sixteen_bits(monkeypatch):
     monkeypatch.setattr(kernels, "_twelve_bits", True)
-    assert Product([torch.ones(16, 16).bfloat16()], None).panels.dtype == torch.bfloat16
+    assert PackedMatmul([torch.ones(16, 16).bfloat16()], None).panels.dtype == torch.bfloat16
     large = torch.ones(1024, 256).bfloat16()
-    assert Product([large], None).panels.dtype == torch.uint8
+    assert PackedMatmul([large], None).panels.dtype == torch.uint8
     monkeypatch.setattr(kernels, "_twelve_bits", False)
-    assert Product([large], None).panels.dtype == torch.bfloat16
+    assert PackedMatmul([large], None).panels.dtype == torch.bfloat16
 
 
 @needs_kernels
@@ -318,7 +320,7 @@ def test_panels_hold_every_weight_to_the_bit_and_zeros_after_the_last(shape, dty
     weight = torch.randn(shape) * 10.0 ** torch.randint(-7, 3, shape)
     weight[0, 0], weight[-1, -1] = -0.0, 1 + 2.0**-10  # which bfloat16 does not hold
     weight = weight.to(dtype)
-    made = Product([weight.float() if held == "as float32" else weight], None)
+    made = PackedMatmul([weight.float() if held == "as float32" else weight], None)
     assert made.panels.dtype == narrowest_dtype(weight.float())
     assert made.panels.dtype == dtype or shape == (1, 1)
     assert torch.equal(made.unpacked().view(torch.int32), weight.float().view(torch.int32))
@@ -332,7 +334,7 @@ def test_panels_hold_every_weight_to_the_bit_and_zeros_after_the_last(shape, dty
 def test_int8_weights_are_their_scale_times_the_nearest_whole_number(multiplied_in, shape, dtype):
     weight = torch.randn(shape).to(dtype)
     weight[0] = 0
-    made = Product([weight], None, int8=True)
+    made = PackedMatmul([weight], None, int8=True)
     scales = weight.float().abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
     assert torch.equal(made.scales, scales)
     assert torch.equal(made.unpacked(), (weight.float() / scales[:, None]).round() * scales[:, None])
@@ -342,11 +344,11 @@ def test_int8_weights_are_their_scale_times_the_nearest_whole_number(multiplied_
 @pytest.mark.parametrize("int8", [False, True])
 def test_several_weights_share_panels_as_one_weight_does(multiplied_in, int8):
     parts = [torch.randn(rows, 40).bfloat16() for rows in (5, 16, 30)]
-    together, alone = packed(parts, int8), packed([torch.cat(parts)], int8)
+    together, alone = pack(parts, int8), pack([torch.cat(parts)], int8)
     assert torch.equal(together[0], alone[0])
     assert not int8 or torch.equal(together[1], alone[1])
     mixed = [torch.full((3, 4), 1.0 + 2**-10), torch.full((3, 4), 2.0**60)]  # float16, and bfloat16 alone
-    assert packed(mixed)[0].dtype == torch.float32
+    assert pack(mixed)[0].dtype == torch.float32
 
 
 @needs_kernels
@@ -502,11 +504,11 @@ def test_the_logits_of_a_node_are_the_same_bits_alone_in_a_tree_and_in_a_batch(a
 def unbuilt(monkeypatch, tmp_path):
     """A cache of one's own, in which nothing has been built; calls that build are made anew."""
     monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
-    for function in (kernels.missing_kernels, engine._say_once):
+    for function in (kernels.kernels_unsupported_reason, engine._say_once):
         function.cache_clear()
     yield tmp_path / "compiled"
     monkeypatch.undo()
-    for function in (kernels.missing_kernels, engine._say_once):
+    for function in (kernels.kernels_unsupported_reason, engine._say_once):
         function.cache_clear()
 
 
@@ -536,7 +538,10 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(unbuilt, monkeypatch
 
     monkeypatch.setattr(subprocess, "run", fails)
     compiler = kernels.found_compiler()
-    assert missing_kernels() == f"kernels that compile, and {compiler} failed: x.cpp:3: error: no header"
+    assert (
+        kernels_unsupported_reason()
+        == f"kernels that compile, and {compiler} failed: x.cpp:3: error: no header"
+    )
     assert [path.suffix for path in unbuilt.iterdir()] == [".lock"]
 
 
@@ -544,7 +549,7 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(unbuilt, monkeypatch
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
 def test_where_the_cache_cannot_be_written_kernels_are_built_for_this_process(unbuilt, capsys):
     unbuilt.parent.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    assert missing_kernels() is None
+    assert kernels_unsupported_reason() is None
     assert "compiled for this process alone" in capsys.readouterr().err
 
 
@@ -592,7 +597,7 @@ def test_no_kernel_reads_or_writes_beside_its_memory(level):
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
 
 
-BUILD = "import sys; from medusa.engine.kernels import missing_kernels; sys.exit(missing_kernels())"
+BUILD = "import sys; from medusa.engine import kernels; sys.exit(kernels.kernels_unsupported_reason())"
 
 
 @needs_kernels
@@ -617,4 +622,4 @@ def test_a_damaged_library_is_refused_with_what_to_delete(unbuilt, monkeypatch):
     monkeypatch.setattr(subprocess, "run", writes)
     kernels._compiled(kernels.found_compiler()).write_bytes(b"y" * 999)
     with pytest.raises(ValueError, match=r"is damaged.* delete it"):
-        missing_kernels()
+        kernels_unsupported_reason()

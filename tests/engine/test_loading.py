@@ -24,12 +24,14 @@ from medusa.base.causal_lm import embedding_rows, lm_head
 from medusa.base.loading import find_base, load_base
 from medusa.drafters.registry import DrafterFactory, DrafterSettings
 from medusa.engine import kernels, loading
-from medusa.engine.kernels import missing_kernels
+from medusa.engine.kernels import kernels_unsupported_reason
 from medusa.engine.loading import FileSizes, load_for_engine
 from medusa.engine.views import packed_as, view_of
 from medusa.heads.fingerprint import BaseFingerprint
 
-pytestmark = pytest.mark.skipif(missing_kernels() is not None, reason="no C++ compiler is installed")
+pytestmark = pytest.mark.skipif(
+    kernels_unsupported_reason() is not None, reason="no C++ compiler is installed"
+)
 WEIGHTS, BINARY = "model.safetensors", "pytorch_model.bin"
 GREEDY = {"do_sample": False, "max_new_tokens": 20}
 MODELS = {

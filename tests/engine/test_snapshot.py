@@ -15,10 +15,10 @@ from medusa import HeadsConfig, MedusaHeads, MedusaModel
 from medusa.decoding.batch import Row
 from medusa.engine.optimized_heads import optimized_heads
 from medusa.engine.snapshot import Snapshot, alteration_of
-from medusa.engine.views import missing_for_kernels
+from medusa.engine.views import packed_unsupported_reason
 
 pytestmark = pytest.mark.skipif(
-    missing_for_kernels(tiny_model("llama")) is not None, reason="no C++ compiler is installed"
+    packed_unsupported_reason(tiny_model("llama")) is not None, reason="no C++ compiler is installed"
 )
 PROMPT = random_prompts(1, 9)
 OPTIONS = {"max_new_tokens": 12, "do_sample": False}

@@ -30,13 +30,13 @@ from medusa import (
 from medusa.base.loading import load_base, load_tokenizer
 from medusa.cli.main import main
 from medusa.engine.kernels import PackedLinear
-from medusa.engine.views import missing_for_kernels
+from medusa.engine.views import packed_unsupported_reason
 from medusa.heads.adapter import folded
 from medusa.training.config import JointOptions
 from medusa.training.recipes.joint import TrainedAdapter
 
 ADAPTED = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-ENGINES = ["eager", *(["packed"] if missing_for_kernels(chat_base()) is None else [])]
+ENGINES = ["eager", *(["packed"] if packed_unsupported_reason(chat_base()) is None else [])]
 PROMPTS = torch.tensor([[256, 40, 77, 12, 9, 33], [256, 41, 78, 13, 10, 34]])
 
 

@@ -9,10 +9,12 @@ import sys
 import pytest
 from conftest import CHECKOUT, program
 
-from medusa.engine.kernels import missing_kernels
+from medusa.engine.kernels import kernels_unsupported_reason
 
 full_widths = program("scripts/full_widths.py")
-pytestmark = pytest.mark.skipif(missing_kernels() is not None, reason="no C++ compiler is installed")
+pytestmark = pytest.mark.skipif(
+    kernels_unsupported_reason() is not None, reason="no C++ compiler is installed"
+)
 WIDE = full_widths._family("llama", 512, 2304, 4, 2, 102400, True, head_dim=128, rms_norm_eps=1e-5)
 """Wider than a loop of torch takes at once, over many tokens, in heads that share keys; small otherwise."""
 
