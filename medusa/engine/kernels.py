@@ -2,27 +2,27 @@
 linear layers that multiply with them.
 
 ``kernels.cpp`` holds a product with packed weights and attention over a tree. A CPU's ordinary operators are
-poor between 2 and 32 rows, which is exactly what verifying a tree asks for, and they add in another order for
-another number of rows. These read every weight, key and value once, and add in one order, so what a row
-gives is the same to the last bit whatever stands beside it. It also grows dynamic trees, where
-:mod:`medusa.drafters.dynamic` would call some two hundred small operators.
+slow between 2 and 32 rows, the range in which trees are verified, and their order of additions depends on the
+number of rows. These read every weight, key and value once, and add in one order, so the result of a row is
+bit-identical whatever the other rows are. It also grows dynamic trees, where :mod:`medusa.drafters.dynamic`
+would call some two hundred small operators.
 
-The compiler that is found compiles them for this processor in some ten seconds.
+The installed compiler compiles them for this processor in about ten seconds.
 
-Arithmetic is in float32. Weights lie in the narrowest of bfloat16, float16 and float32 that holds every
+Arithmetic is in float32. Weights are held in the narrowest of bfloat16, float16 and float32 that holds every
 number exactly: most checkpoints were published in bfloat16, and are the same model to the last bit at half
 the memory and nearly half the time. Numbers of bfloat16 take twelve bits where that is faster
 (:func:`uses_twelve_bits`): a trained matrix has few exponents, so a code of four bits is enough for the upper
-byte of all but a few in ten thousand weights, and those are kept apart.
+byte of all but a few in ten thousand weights, and the exceptions are stored separately.
 
-In int8 a weight has one scale per output channel, and the text is that of another model (MEASUREMENTS says
-how near). What it is multiplied by becomes whole numbers of 16 bits, 256 of which share a scale; their
-products are added as whole numbers, which is exact in any order and half the work of widening to float32.
+In int8 a weight has one scale per output channel, and the text is another model's (MEASUREMENTS says how
+near). Activations are rounded to integers of 16 bits, 256 to a scale; products are added as integers, which
+is exact in any order and half the work of widening to float32.
 
 On processors with tile registers (AMX: Intel's servers since 2023) products of bfloat16 and int8 are computed
 in them, so that a pass of 16 rows takes little longer than one of a single row. Tiles multiply bfloat16 by
-bfloat16, and rows are float32: each number is taken apart into three of bfloat16 whose sum it is exactly, and
-the sums are float32. Numbers below 1e-38 count as zero there. Int8 gives the same bits either way.
+bfloat16, and rows are float32: each number is split into three bfloat16 numbers with exactly the same sum,
+and sums are float32. Numbers below 1e-38 count as zero there. Int8 gives the same bits either way.
 """
 
 from __future__ import annotations
@@ -59,12 +59,14 @@ from medusa.engine.libraries import check_library, compile_library, digest_of, f
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-ffp-contract=off", "-w")
-"""No multiplication is joined with an addition but where the source says so, so that all bits are its own."""
+"""A multiplication and an addition are fused only where the source says so, so that all bits are
+reproducible."""
 
 
 @functools.cache
 def kernels_unsupported_reason() -> str | None:
-    """What the kernels lack to run here, in words; None when nothing, and they are loaded."""
+    """The missing requirement of the kernels on this machine, in words; None if there is none, and they are
+    loaded."""
     compiler = found_compiler()
     if compiler is None:
         return "a C++ compiler (g++ or clang++), and none is installed"
@@ -99,11 +101,11 @@ def lanes() -> int:
 
 
 def has_tiles(wanted: bool | None = None) -> bool:
-    """Whether products of bfloat16 and int8 are computed in tile registers (AMX), which is so where the
-    processor has them.
+    """Whether products of bfloat16 and int8 are computed in tile registers (AMX): by default if the processor
+    has them.
 
     Args:
-        wanted: whether they shall be from here on. Weights in int8 must be packed anew after a change.
+        wanted: sets it from now on. Weights in int8 must be packed again after a change.
 
     Raises:
         ValueError: the kernels cannot run here.
@@ -113,15 +115,15 @@ def has_tiles(wanted: bool | None = None) -> bool:
 
 
 def _compiled(compiler: str) -> Path:
-    """The library, compiled first where it is not there; in a directory of this process alone where the
-    user's cache cannot be written."""
+    """The library, compiled first if it does not exist; in a directory of this process only if the user's
+    cache cannot be written."""
     path = kept_library("kernels", digest_of(SOURCE.read_text(), compiler, FLAGS))
     text = f"compiling kernels for this processor: some seconds, once; kept in {path.parent}"
     try:
         compile_library(path, text, lambda directory: _built(compiler, directory / "kernels.so"))
         check_library(path)
     except PermissionError as error:
-        log_console().print(f"the kernels are compiled for this process alone: {error}", style="dim")
+        log_console().print(f"the kernels are compiled for this process only: {error}", style="dim")
         directory = tempfile.TemporaryDirectory(prefix="medusa-kernels-")
         _kept.append(directory)
         return _built(compiler, Path(directory.name) / "kernels.so")
@@ -129,7 +131,7 @@ def _compiled(compiler: str) -> Path:
 
 
 _kept: list[Any] = []
-"""What must live as long as the process."""
+"""Objects that must live as long as the process."""
 
 
 def _built(compiler: str, path: Path) -> Path:
@@ -173,7 +175,7 @@ def tree_attention(
     attention_mask as :func:`medusa.base.attention.seen_slots` makes it -> (B, N, H, E).
 
     ``softcap`` bends scores (Gemma 2), ``s_aux`` (H,) are attention sinks (GPT-OSS). With a mask of another
-    kind, outside of decoding, the implementation runs that this one stands for.
+    kind, outside of decoding, the replaced implementation runs.
     """
     if attention_mask is None or attention_mask.dtype != torch.int32:
         given = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, **kwargs}
@@ -207,8 +209,8 @@ class PackedMatmul(nn.Module):
     """Rows times a matrix, float32 outside: (..., in) -> (..., out).
 
     Args:
-        weights: matrices (out, in) in float32, bfloat16 or float16, one below the other in what comes out;
-            taken now, later changes do not count.
+        weights: matrices (out, in) in float32, bfloat16 or float16, concatenated along the outputs; copied
+            now, later changes have no effect.
         bias: (out,), or None.
         int8: whether the weights are rounded to int8; they are held exactly otherwise.
     """
@@ -245,7 +247,7 @@ class PackedMatmul(nn.Module):
 
     @property
     def num_apart(self) -> int | None:
-        """Number of weights that are kept apart from those in twelve bits; None for other forms."""
+        """Number of weights that are stored separately from the twelve-bit ones; None for other forms."""
         if self.panels.dtype != torch.uint8:
             return None
         return int(self.panels[:, 16:20].contiguous().view(torch.int32).sum())  # Head of kernels.cpp
@@ -286,9 +288,9 @@ _PRECISIONS = (torch.bfloat16, torch.float16, torch.float32)
 def pack(weights: Sequence[Tensor], int8: bool = False) -> tuple[Tensor, Tensor | None]:
     """Matrices (out, in), one below the other, as the kernels read them: (panels, in / P, lanes, P), where a
     lane holds P = 2 numbers of bfloat16 or int8 (4 of int8 for tile registers), or one of another precision.
-    What is missing of the last panel, and lane, are zeros. With scales (out,) where they are rounded to int8:
-    a number is a scale times one of the 255 whole numbers from -127 to 127. Large matrices of numbers that
-    bfloat16 holds are (panels, bytes) uint8 where :func:`uses_twelve_bits`.
+    The last panel and lane are padded with zeros. With scales (out,) where they are rounded to int8: a number
+    is a scale times one of the 255 whole numbers from -127 to 127. Large matrices of numbers that bfloat16
+    holds are (panels, bytes) uint8 where :func:`uses_twelve_bits`.
     """
     weights = [weight if weight.is_contiguous() else weight.contiguous() for weight in weights]
     num_outputs, num_inputs = sum(map(len, weights)), weights[0].shape[1]
@@ -326,12 +328,12 @@ def _in_panels(
 
 
 TWELVE_BITS_FROM = 2**17
-"""Number of weights from which on a matrix may lie in twelve bits: smaller ones stay in the second cache."""
+"""Least number of weights of a matrix held in twelve bits: smaller ones stay in the second-level cache."""
 TWELVE_BITS = 12.2
-"""Bits of such a weight, with the room for those that are kept apart."""
+"""Bits of such a weight, including the room for the exceptions."""
 TREE_ROWS, PROMPT_ROWS, LARGEST_PROMPT_RATIO = (1, 4, 8), 32, 1.2
-"""Twelve bits are used where products of TREE_ROWS take no longer than in sixteen, in the geometric mean, and
-those of a prompt at most this many times as long, which is the noise of a trial."""
+"""Twelve bits are used if products of TREE_ROWS take no longer than in sixteen, in the geometric mean, and
+products of PROMPT_ROWS at most LARGEST_PROMPT_RATIO times as long, which is the noise of a trial."""
 _twelve_bits: bool | None = None
 
 
@@ -342,7 +344,7 @@ def uses_twelve_bits(wanted: bool | None = None) -> bool:
     in about two seconds, and keeps the result beside the compiled kernels: delete it there to measure again.
 
     Args:
-        wanted: whether they shall be from here on. Matrices that are packed already stay as they are.
+        wanted: sets it from now on. Matrices that are packed already stay as they are.
 
     Raises:
         ValueError: the kernels cannot run here.
@@ -369,7 +371,7 @@ def _kept_ratios() -> dict[str, float]:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(path, ratios)
     except PermissionError as error:
-        log_console().print(f"twelve bits are timed for this process alone: {error}", style="dim")
+        log_console().print(f"twelve bits are timed for this process only: {error}", style="dim")
     return ratios
 
 
@@ -396,7 +398,7 @@ def _time_ratios() -> dict[str, float]:
 
 def _in_twelve_bits(weights: Sequence[Tensor]) -> Tensor | None:
     """Contiguous matrices (out, in) of numbers that bfloat16 holds, one below the other, in twelve bits:
-    (panels, bytes) uint8, as ``kernels.cpp`` describes. None where a panel has no room for those apart."""
+    (panels, bytes) uint8, as ``kernels.cpp`` describes. None if a panel has no room for its exceptions."""
     if any(len(weight) % lanes() for weight in weights[:-1]):
         weights = [torch.cat([weight.bfloat16() for weight in weights])]
     size = torch.ops.medusa.twelve_size(weights[0].shape[1])
@@ -411,22 +413,22 @@ def _in_twelve_bits(weights: Sequence[Tensor]) -> Tensor | None:
 
 
 class HugePages:
-    """Memory for weights, in pages of 2 MB where the system has them for who asks.
+    """Memory for weights, in pages of 2 MB if the system provides them on request.
 
     A pass reads every weight once, and asks the page tables for every page: in pages of 4 kB two cores read
-    29 GB/s, in these 41. A part is given back once all tensors in it are gone.
+    29 GB/s, in these 41. A part is freed once all tensors in it are gone.
     """
 
     PART = 64 * 2**20
-    """Bytes that are asked for at once, at least; those that nothing was written to take no memory."""
+    """Least bytes of one allocation; bytes that are never written take no memory."""
     LINE = 64
-    """Bytes of a line of the cache, in which every tensor begins."""
+    """Bytes of a cache line; every tensor starts at one."""
 
     def __init__(self) -> None:
         self._part, self._taken, self._lock = _in_huge_pages(self.PART), 0, threading.Lock()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor of this shape, of any numbers."""
+        """An uninitialised tensor of this shape."""
         count = math.prod(shape)
         size = -(-count * dtype.itemsize // self.LINE) * self.LINE
         with self._lock:
@@ -440,7 +442,7 @@ class HugePages:
 def _in_huge_pages(size: int) -> mmap.mmap:
     part = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a system that has none: small ones hold the same
+        with contextlib.suppress(OSError):  # without them small pages hold the same
             part.madvise(mmap.MADV_HUGEPAGE)
     return part
 

@@ -28,22 +28,22 @@ LOOP_NUMBERS = 32_768
 def view_of(base: CausalLM, int8: bool = False) -> CausalLM:
     """A model that shares every parameter and buffer with ``base``, and computes with the kernels.
 
-    ``base`` is left as it is. The packed weights lie beside its own, and do not follow later changes of the
-    parameters.
+    ``base`` is not changed. The packed weights are held in addition to its own, and do not follow later
+    changes of the parameters.
     """
     return with_kernels(copy_sharing_parameters(base), int8)
 
 
 def with_kernels(model: CausalLM, int8: bool, release: Callable[[Tensor], Tensor] | None = None) -> CausalLM:
-    """``model``, whose modules are replaced by such as compute with the kernels.
+    """``model`` with its modules replaced by modules that compute with the kernels.
 
-    Linear layers that read one input share one product, each of the others has its own; a subclass of
-    ``nn.Linear`` keeps its own forward. Norms are replaced where that leaves every bit as it is, attention
-    where :func:`takes_tree_attention` says so.
+    Linear layers with the same input share one product, each of the others has its own; a subclass of
+    ``nn.Linear`` keeps its own forward. Norms are replaced if the results stay bit-identical, attention if
+    :func:`takes_tree_attention` is true.
 
     Args:
-        int8: whether weights are rounded to int8, those too that are packed already.
-        release: called with each weight that is packed, to let it go; what it returns stands in its place.
+        int8: whether weights are rounded to int8, also weights that are packed already. release: called with
+        each packed weight, to free it; its return value replaces the weight.
     """
     for parent in list(model.modules()):
         others: dict[nn.Module, nn.Module] = {}
@@ -70,10 +70,10 @@ def with_kernels(model: CausalLM, int8: bool, release: Callable[[Tensor], Tensor
 
 
 def takes_tree_attention(base: CausalLM) -> bool:
-    """Whether ``base`` computes the same with the kernels' attention in the place of its own.
+    """Whether ``base`` computes the same with the kernels' attention instead of its own.
 
-    Models that make masks of their own out of ours, such as Doge, do not; a trial tells (see
-    :mod:`medusa.base.architecture_check`). Nor do those that keep a state, which make their masks themselves.
+    Models that derive masks of their own from ours, such as Doge, do not; a trial decides (see
+    :mod:`medusa.base.architecture_check`). Nor do recurrent models, which make their masks themselves.
     """
     attention = _attention_of(base)
     if attention not in TREE_ATTENTION or not base._can_set_attn_implementation() or is_recurrent(base):
@@ -90,12 +90,12 @@ def _attention_of(base: CausalLM) -> str:
 
 
 class RowwiseActivation(nn.Module):
-    """An activation function that gives a row (..., W) the same bits whatever stands beside it.
+    """An activation function that gives a row (..., W) the same bits whatever the other rows are.
 
-    torch computes ``gelu`` by other code where rows do not follow each other, and what is left of all
-    numbers after the last whole vector by other code than the rest. Here rows follow each other, are whole
-    vectors, and come in parts that one thread computes. A program that is compiled ahead needs no parts: one
-    thread runs its loops, over widths that are whole vectors.
+    torch computes ``gelu`` with other code if rows are not contiguous, and the numbers after the last whole
+    vector with other code than the rest. Here rows are contiguous, padded to whole vectors, and split into
+    parts that one thread computes. A program that is compiled ahead needs no parts: one thread runs its
+    loops, over widths that are whole vectors.
     """
 
     def __init__(self, function: nn.Module):
@@ -116,7 +116,7 @@ class RowwiseActivation(nn.Module):
 
 
 def packed_unsupported_reason(base: CausalLM) -> str | None:
-    """What :func:`view_of` lacks to run ``base``; None when nothing."""
+    """The missing requirement of :func:`view_of` for ``base``; None if there is none."""
     return float32_unsupported_reason(base) or kernels_unsupported_reason()
 
 
@@ -129,7 +129,7 @@ def packed_as(base: CausalLM) -> Literal["packed", "int8"] | None:
 
 
 def float32_unsupported_reason(base: CausalLM) -> str | None:
-    """What a CPU engine that reads float32 weights lacks in ``base``; None when nothing."""
+    """The missing requirement of a CPU engine with float32 weights for ``base``; None if there is none."""
     devices = {parameter.device.type for parameter in base.parameters()}
     if base.dtype != torch.float32 or devices != {"cpu"}:
         return f"a float32 model on the CPU, got {base.dtype} on {', '.join(sorted(devices))}"
@@ -144,7 +144,8 @@ def float32_unsupported_reason(base: CausalLM) -> str | None:
 
 def packed_bytes(view: CausalLM) -> dict[str, int]:
     """Bytes of packed weights by :attr:`PackedMatmul.number_format`; empty where the base's own modules
-    compute. They stand beside the base's own weights, or instead of them if it was loaded for an engine."""
+    compute. They are held in addition to the base's own weights, or instead of them if it was loaded for an
+    engine."""
     held: Counter[str] = Counter()
     for module in view.modules():
         if isinstance(module, PackedMatmul):
@@ -157,8 +158,8 @@ class InPlaceNorm(nn.Module):
     ``transformers`` makes.
 
     A decode step runs two for every layer, over a few rows each, and calling operators is most of their cost:
-    on one core a norm of 6 rows of 576 takes 60 microseconds in ``transformers``, as many by ``F.rms_norm``,
-    and 38 here.
+    on one core a norm of 6 rows of 576 takes 60 microseconds in ``transformers``, the same with
+    ``F.rms_norm``, and 38 here.
     """
 
     def __init__(self, weight: nn.Parameter, eps: float):
@@ -171,14 +172,14 @@ class InPlaceNorm(nn.Module):
 
 
 def in_place_norm(module: nn.Module) -> InPlaceNorm | None:
-    """What gives the same bits as ``module``, a norm of ``transformers``; None for all others.
+    """The norm that gives the same bits as ``module``, a norm of ``transformers``; None for all others.
 
-    Norms are known by the name of their epsilon, and believed only when a trial gives equal results.
+    Norms are recognised by the name of their epsilon, and accepted only if a trial gives equal results.
     """
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not isinstance(eps, float):
         return None
-    if len(inspect.signature(module.forward).parameters) != 1:  # those of recurrent layers take a gate too
+    if len(inspect.signature(module.forward).parameters) != 1:  # norms of recurrent layers take a gate too
         return None
     norm = InPlaceNorm(weight, eps)
     trial = torch.linspace(-2, 3, 7 * len(weight), dtype=weight.dtype, device=weight.device).view(7, -1)
@@ -188,7 +189,7 @@ def in_place_norm(module: nn.Module) -> InPlaceNorm | None:
 
 ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names, within one module, of layers that read one input, in the order in which they are called. A layer
-that reads another one all the same gives the right result, only no sooner."""
+with another input still gives the right result, only without a gain."""
 
 
 def joinable_linears(module: nn.Module) -> Iterator[list[nn.Linear]]:
@@ -202,7 +203,7 @@ def joinable_linears(module: nn.Module) -> Iterator[list[nn.Linear]]:
 
 
 def joined(linears: list[nn.Linear], int8: bool = False) -> list[nn.Module]:
-    """Layers to put in the place of ``linears``, which share one product."""
+    """Replacements of ``linears`` that share one product."""
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
     product = PackedMatmul(
         [linear.weight.detach() for linear in linears], torch.cat(biases) if biases else None, int8
@@ -230,7 +231,7 @@ class JoinedLinear(nn.Module):
 
 
 class _JointProduct:
-    """One product for several layers, and what it gave for the last input until all have taken their part.
+    """One product for several layers, and its result for the last input until all have taken their part.
 
     Not an ``nn.Module``, so that a model does not list the same one under each of its layers.
     """

@@ -550,7 +550,7 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(unbuilt, monkeypatch
 def test_where_the_cache_cannot_be_written_kernels_are_built_for_this_process(unbuilt, capsys):
     unbuilt.parent.chmod(stat.S_IRUSR | stat.S_IXUSR)
     assert kernels_unsupported_reason() is None
-    assert "compiled for this process alone" in capsys.readouterr().err
+    assert "compiled for this process only" in capsys.readouterr().err
 
 
 SANITIZED = """
