@@ -1,4 +1,4 @@
-"""What large vocabularies and long prompts cost, on random models of two layers as wide as known ones.
+"""What large vocabularies and long prompts cost, on random models of a layer or two, as wide as known ones.
 
     python scripts/wide_costs.py sampling     # top-p over 152,000 tokens, plain and with 16 nodes
     python scripts/wide_costs.py prompt       # memory of a prompt of 32,768 tokens at the width of 8B
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
+from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.console import log_console
 from medusa.engine.loading import packed_in_place
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -99,7 +99,7 @@ def sampling() -> dict[str, Any]:
         "temperature": {"do_sample": True, "temperature": 0.8, "seed": 1},
         "top-p": {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 1},
     }
-    for name, factor in (("flat", 1.0), ("peaked", 7.0)):
+    for name, factor in (("flat", 1.0), ("peaked", 8.0)):
         base = base_of("Qwen2.5 0.5B").float()
         base.lm_head.weight.mul_(factor)
         kept = nucleus(base(ids).logits[0, -1] / 0.8)
@@ -128,22 +128,24 @@ def _status(key: str) -> int:
 
 
 def prompt() -> dict[str, Any]:
-    """Bytes at most, beyond the weights, keys and values, and the features that a drafter reads."""
+    """Bytes at most, beyond the weights, keys and values, and the features that a drafter reads. One layer
+    tells: what passes through the layers is let go after each."""
     found = {}
     for name, length in (("plain", PROMPT), ("eagle3", PROMPT_EAGLE3)):
-        base = base_of("Llama 3.1 8B", max_position_embeddings=length + 256)
+        base = base_of("Llama 3.1 8B", num_hidden_layers=1, max_position_embeddings=length + 256)
         base = packed_in_place(base)
-        head = None
+        model, drafter = MedusaModel(base, engine="packed"), None
         if name == "eagle3":
-            head = Eagle3Head(Eagle3Config.of_base(base, fused_layers=(1, 2))).eval().requires_grad_(False)
-        model = MedusaModel(base, head, engine="packed")
+            head = Eagle3Head(Eagle3Config.of_base(base, fused_layers=(1,))).eval().requires_grad_(False)
+            checkpoint = HeadsCheckpoint(head, "random", CandidateTree.chain(3))
+            drafter = model.make_drafter("eagle3", eagle3=checkpoint)
         ids = torch.randint(0, 4096, (1, length), generator=torch.Generator().manual_seed(1))
-        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 2, "drafter": name}
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 2, "drafter": drafter or "plain"}
         model.generate(ids[:, :64], **options)
         before, began = _status("VmRSS"), time.perf_counter()
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
         model.generate(ids, **options)
-        held = length * 4 * (2 * 2 * 8 * 128 + (4096 if head is not None else 0))
+        held = length * 4 * (2 * 8 * 128 + (0 if drafter is None else 4096))
         found[name] = {
             "num_tokens": length,
             "held_bytes": held,
