@@ -23,6 +23,7 @@ from medusa import MedusaModel
 from medusa.assets import EMBEDDED_BASE, embedded_base
 from medusa.console import log_console
 from medusa.engine.kernels import Product, uses_twelve_bits
+from medusa.engine.views import share_apart
 from medusa.measurement.report import STANDARD_OUTPUT, end_with_json
 
 ROWS = (1, 2, 4, 8, 12, 16, 32, 64, 1000)
@@ -92,10 +93,7 @@ def main() -> None:
             "bytes": sum(each.panels.nbytes for each in products),
             "formats": sorted({each.number_format for each in products}),
         }
-    products = products_of(models[12])
-    num_weights = sum(each.width * each.num_inputs for each in products)
-    found["share_apart"] = sum(each.num_apart or 0 for each in products) / num_weights
-    found |= {"products_ms": {}, "ms_per_token": {}}
+    found |= {"share_apart": share_apart(models[12].runner), "products_ms": {}, "ms_per_token": {}}
     for rows in ROWS:
         works = {bits: multiply(products_of(model), rows) for bits, model in models.items()}
         taken = found["products_ms"][rows] = median_milliseconds(works, 3, SECONDS)

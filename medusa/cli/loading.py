@@ -39,7 +39,7 @@ from medusa.decoding.steps import check_step
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import DrafterFactory, DrafterSettings, uses_model_heads
 from medusa.engine.loading import load_for_engine
-from medusa.engine.views import packed_bytes
+from medusa.engine.views import packed_bytes, share_apart
 from medusa.heads.adapter import apply_adapter
 from medusa.heads.autoregressive_head import Heads, check_heads_fit_source
 from medusa.heads.calibration import AnsweredTokens
@@ -107,6 +107,8 @@ def load_model(
         heads += ", with the LoRA adapter that was trained with them: the text is the adapted model's"
     for number_format, size in packed_bytes(model.runner).items():
         heads += f", {megabytes(size)} of weights packed in {number_format}"
+    if share := share_apart(model.runner):
+        heads += f" ({share:.2%} of them kept apart)"
     log.print(f"{name} in {base.dtype} on {device}, {heads}", style="dim", soft_wrap=not log.is_terminal)
     if named is None and with_heads:
         text = (

@@ -153,6 +153,13 @@ def packed_bytes(view: CausalLM) -> dict[str, int]:
     return dict(held)
 
 
+def share_apart(view: CausalLM) -> float:
+    """The share of the weights in twelve bits that are kept apart; 0 where none are in twelve bits."""
+    products = [each for each in view.modules() if isinstance(each, Product) and each.num_apart is not None]
+    num_weights = sum(each.width * each.num_inputs for each in products)
+    return sum(each.num_apart or 0 for each in products) / max(num_weights, 1)
+
+
 class InPlaceNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467), without the copies that
     ``transformers`` makes.

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.causal_lm import new_cache, prefill, verify
-from medusa.engine import apply_engine
+from medusa.engine import apply_engine, kernels
 from medusa.engine.kernels import PackedLinear
 from medusa.engine.optimized_heads import optimized_heads
 from medusa.engine.views import (
@@ -27,6 +27,7 @@ from medusa.engine.views import (
     packed_as,
     packed_bytes,
     packed_unsupported_reason,
+    share_apart,
     view_of,
 )
 
@@ -305,6 +306,24 @@ def test_heads_draft_with_the_products_of_the_engine_near_their_own(engine, read
     assert {id(p) for p in quick.parameters()} <= {id(p) for p in heads.parameters()}, "shared, none copied"
     assert optimized_heads(heads, base.get_output_embeddings()) is heads
     assert heads.state_dict().keys() == drawn_heads(reads_path=reads_path, num_layers=2).state_dict().keys()
+
+
+@needs_kernels
+def test_a_base_in_twelve_bits_writes_the_same_text_and_tells_what_it_keeps_apart(monkeypatch):
+    base = copy.deepcopy(tiny_model("llama")).bfloat16().float()
+    with torch.no_grad():
+        base.lm_head.weight[3, 7] = 2.0**40
+    plain, prompt = view_of(base), random_prompts(2, 9)
+    monkeypatch.setattr(kernels, "TWELVE_BITS_FROM", 0)
+    monkeypatch.setattr(kernels, "_twelve_bits", True)
+    view = view_of(base)
+    assert packed_bytes(view).keys() == {"bfloat16 in 12 bits"}
+    num_weights = sum(
+        each.width * each.num_inputs for each in view.modules() if isinstance(each, kernels.Product)
+    )
+    assert share_apart(plain) == 0 and 1 / num_weights <= share_apart(view) < 0.004
+    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    assert view.generate(prompt, **options).tolist() == plain.generate(prompt, **options).tolist()
 
 
 CHANGES = {
