@@ -223,13 +223,13 @@ static int64_t coded_size(int64_t K) {
   return (size + 63) / 64 * 64;
 }
 
-template <typename Byte>
+// Where the parts of a panel lie.
 struct Coded {
   Head* head;
   uint8_t *bytes, *codes;
   Apart* apart;
 
-  Coded(Byte* panel, int64_t K) {
+  Coded(const char* panel, int64_t K) {
     head = reinterpret_cast<Head*>(const_cast<char*>(panel));
     bytes = reinterpret_cast<uint8_t*>(head + 1);
     codes = bytes + coded_columns(K) * LANES;
@@ -402,11 +402,12 @@ static inline void sum_up(const Product& of, const int8_t* w, int64_t row, Ahead
 // How far ahead of its columns a panel in twelve bits is fetched; its bytes and its codes are read side by side.
 constexpr int64_t COLUMNS_AHEAD = 1024;
 
-// `panel`: the first of J, whose next ones, if any, are `next` bytes behind it
+// `next`: how many bytes behind these panels the thread's next ones begin; 0 where they are its last
 template <int M, int J>
-static inline void sum_up_coded(const Product& of, const char* panel, int64_t next, int64_t row, Vec (&sums)[M][J]) {
+static inline void sum_up(const Product& of, const Twelve* w, int64_t row, int64_t next, Vec (&sums)[M][J]) {
   const float* x = of.x + row * of.K;
-  const Coded<const char> first(panel, of.K);
+  const char* panel = reinterpret_cast<const char*>(w);
+  const Coded first(panel, of.K);
   const uint8_t *bytes = first.bytes, *codes = first.codes;
   Bytes tables[J];
   for (int j = 0; j < J; j++) tables[j] = upper_bytes(reinterpret_cast<const Head*>(panel + j * of.size));
@@ -449,11 +450,10 @@ static inline void sum_up_coded(const Product& of, const char* panel, int64_t ne
 }
 
 // The sums (M, J, LANES) of M rows with J panels, the first of which is at `w`.
-template <typename W, int M, int J>
-[[gnu::noinline]] static void block(const Product& of, const char* w, int64_t row, Ahead ahead, float* results) {
+template <typename W, int M, int J, typename Following>
+[[gnu::noinline]] static void block(const Product& of, const char* w, int64_t row, Following following, float* results) {
   Vec sums[M][J] = {};
-  if constexpr (std::is_same_v<W, Twelve>) sum_up_coded(of, w, ahead.apart, row, sums);
-  else sum_up(of, reinterpret_cast<const W*>(w), row, ahead, sums);
+  sum_up(of, reinterpret_cast<const W*>(w), row, following, sums);
 #pragma GCC unroll 13
   for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
@@ -466,7 +466,7 @@ constexpr int64_t BLOCKS_TO_WIDEN = REGISTERS == 32 ? std::numeric_limits<int64_
 
 // All columns of a panel in sixteen bits, those apart as zeros.
 static void widen(const char* from, int64_t K, char* to) {
-  const Coded<const char> panel(from, K);
+  const Coded panel(from, K);
   Bytes table = upper_bytes(panel.head);
   for (int64_t k = 0; k < K; k += 4, to += sizeof(Bytes) * 2) {
     Bytes lower = load(panel.bytes + k * LANES), upper = looked_up(table, codes_of(load(panel.codes + k / 8 * 4 * LANES), k % 8));
@@ -479,7 +479,7 @@ static void widen(const char* from, int64_t K, char* to) {
 template <int M, int J>
 static void add_apart(const Product& of, const char* panels, int64_t row, float* results) {
   for (int j = 0; j < J; j++) {
-    const Coded<const char> panel(panels + j * of.size, of.K);
+    const Coded panel(panels + j * of.size, of.K);
     for (const Apart* each = panel.apart; each < panel.apart + panel.head->num_apart; each++)
       for (int m = 0; m < M; m++) {
         float& sum = results[(m * J + j) * LANES + each->lane];
@@ -505,7 +505,7 @@ static void panels_times_rows(const Product& of, int64_t panel, int64_t last) {
     int64_t row = std::min(each * M, of.M - M), column = panel * LANES;
     float results[M * J * LANES];
     if constexpr (std::is_same_v<W, Twelve>) {
-      if (blocks < BLOCKS_TO_WIDEN) block<W, M, J>(of, w, row, Ahead{nullptr, panel + 2 * J <= last ? J * of.size : 0}, results);
+      if (blocks < BLOCKS_TO_WIDEN) block<W, M, J>(of, w, row, panel + 2 * J <= last ? J * of.size : int64_t(0), results);
       else block<BFloat16, M, J>(of, widened, row, Ahead{w + ahead + of.size * each / blocks, int64_t(2 * LANES * sizeof(BFloat16)) / blocks, of.size}, results);
       add_apart<M, J>(of, w, row, results);
     } else {
@@ -933,7 +933,7 @@ static int least_upper_byte(const std::vector<uint16_t>& weights) {
 }
 
 // A panel in twelve bits of its weights in pairs of a lane. Gives how many lie apart, or would if there were room.
-static int64_t encode(const std::vector<uint16_t>& weights, int64_t K, const Coded<char>& panel) {
+static int64_t encode(const std::vector<uint16_t>& weights, int64_t K, const Coded& panel) {
   int least = least_upper_byte(weights);
   int64_t num_apart = 0, room = room_apart(K);
   *panel.head = {};
@@ -984,7 +984,7 @@ static int64_t encoded_from(const Tensor& weight, const Tensor& panels, int64_t 
         for (int64_t i = 0; i < lanes * K; i++) narrow[i] = std::bit_cast<uint32_t>(rows[i]) >> 16;
         interleave<2>(narrow.data(), lanes, K, wide.data());
       }
-      int64_t found = encode(wide, K, Coded<char>(numbers<char>(panels) + (row / LANES + panel) * panels.size(1), K));
+      int64_t found = encode(wide, K, Coded(numbers<char>(panels) + (row / LANES + panel) * panels.size(1), K));
       num_apart += found;
       if (found > room_apart(K)) fits = false;
     }
@@ -1010,7 +1010,7 @@ static Tensor decode_twelve(const Tensor& panels, int64_t N, int64_t K) {
   Tensor weight = made({N, K}, ScalarType::BFloat16);
   torch::stable::parallel_for(0, panels.size(0), 1, [&](int64_t begin, int64_t end) {
     for (int64_t first = begin * LANES; first < end * LANES; first += LANES) {
-      const Coded<const char> panel(numbers<char>(panels) + first / LANES * panels.size(1), K);
+      const Coded panel(numbers<char>(panels) + first / LANES * panels.size(1), K);
       BFloat16* to = numbers<BFloat16>(weight) + first * K;
       for (int64_t lane = 0; lane < std::min<int64_t>(LANES, N - first); lane++)
         for (int64_t k = 0; k < K; k++) {
