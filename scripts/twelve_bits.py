@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from medusa import MedusaModel
 from medusa.assets import EMBEDDED_BASE, embedded_base
 from medusa.console import log_console
-from medusa.engine.kernels import Product, uses_twelve_bits
+from medusa.engine.kernels import PackedMatmul, uses_twelve_bits
 from medusa.engine.views import share_apart
 from medusa.measurement.report import STANDARD_OUTPUT, end_with_json
 
@@ -50,11 +50,11 @@ def compared(ms: Mapping[int, float]) -> str:
     return f"{ms[16]:.2f} in 16 bits, {ms[12]:.2f} in 12: {ms[12] / ms[16]:.2f}x"
 
 
-def products_of(model: MedusaModel) -> list[Product]:
-    return [module for module in model.runner.modules() if isinstance(module, Product)]
+def products_of(model: MedusaModel) -> list[PackedMatmul]:
+    return [module for module in model.runner.modules() if isinstance(module, PackedMatmul)]
 
 
-def multiply(products: list[Product], rows: int) -> Callable[[], None]:
+def multiply(products: list[PackedMatmul], rows: int) -> Callable[[], None]:
     """A function that runs ``products`` once, each on ``rows`` rows of its width."""
     inputs = {each.num_inputs: torch.randn(rows, each.num_inputs) for each in products}
 

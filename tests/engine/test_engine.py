@@ -319,7 +319,7 @@ def test_a_base_in_twelve_bits_writes_the_same_text_and_tells_what_it_keeps_apar
     view = view_of(base)
     assert packed_bytes(view).keys() == {"bfloat16 in 12 bits"}
     num_weights = sum(
-        each.width * each.num_inputs for each in view.modules() if isinstance(each, kernels.Product)
+        each.width * each.num_inputs for each in view.modules() if isinstance(each, kernels.PackedMatmul)
     )
     assert share_apart(plain) == 0 and 1 / num_weights <= share_apart(view) < 0.004
     options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
