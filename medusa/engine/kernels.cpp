@@ -276,7 +276,7 @@ static inline Bytes zipped(Bytes a, Bytes b, bool second) {
 
 static inline Bytes upper_bytes(const Head* head) {
   Bytes table;
-  for (int i = 0; i < LANES * 4; i++) table[i] = head->upper[i % 16];
+  for (int i = 0; i < LANES * 4; i += 16) std::memcpy(reinterpret_cast<char*>(&table) + i, head->upper, 16);
   return table;
 }
 
@@ -410,7 +410,11 @@ static inline void sum_up(const Product& of, const Twelve* w, int64_t row, int64
   const Coded first(panel, of.K);
   const uint8_t *bytes = first.bytes, *codes = first.codes;
   Bytes tables[J];
-  for (int j = 0; j < J; j++) tables[j] = upper_bytes(reinterpret_cast<const Head*>(panel + j * of.size));
+  for (int j = 0; j < J; j++) {
+    tables[j] = upper_bytes(reinterpret_cast<const Head*>(panel + j * of.size));
+    __builtin_prefetch(reinterpret_cast<const char*>(first.apart) + j * of.size, 0, 3);  // for the end
+    __builtin_prefetch(panel + next + j * of.size, 0, 3);
+  }
   int64_t columns = coded_columns(of.K), ahead = std::min(columns, COLUMNS_AHEAD), k = 0;
   int64_t bytes_ahead = ahead * LANES, codes_ahead = ahead * LANES / 2;
   auto add = [&]<bool ARE_ALL_THERE>() __attribute__((always_inline)) {
