@@ -108,7 +108,7 @@ def load_model(
     for number_format, size in packed_bytes(model.runner).items():
         heads += f", {megabytes(size)} of weights packed in {number_format}"
     if share := share_apart(model.runner):
-        heads += f" ({share:.2%} of them kept apart)"
+        heads += f"; {share:.2%} of those in 12 bits kept apart"
     log.print(f"{name} in {base.dtype} on {device}, {heads}", style="dim", soft_wrap=not log.is_terminal)
     if named is None and with_heads:
         text = (
