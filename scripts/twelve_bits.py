@@ -25,25 +25,24 @@ from medusa.console import log_console
 from medusa.engine.kernels import PackedMatmul, uses_twelve_bits
 from medusa.engine.views import share_apart
 from medusa.measurement.report import STANDARD_OUTPUT, end_with_json
+from medusa.measurement.timing import take_turns
 
 ROWS = (1, 2, 4, 8, 12, 16, 32, 64, 1000)
-SECONDS = 4.0
-"""For each number of rows, at least."""
-NEW_TOKENS, ANSWERS = 48, 5
+SECONDS = 6.0
+"""For each number of rows."""
+NEW_TOKENS = 48
 
 
-def median_milliseconds(
-    works: Mapping[int, Callable[[], Any]], rounds: int, seconds: float
-) -> dict[int, float]:
-    """Medians of what ``works`` take in turns, after a first turn that does not count."""
-    times: dict[int, list[float]] = {key: [] for key in works}
-    until = time.perf_counter() + seconds
-    while any(len(each) <= rounds for each in times.values()) or time.perf_counter() < until:
-        for key, work in works.items():
-            start = time.perf_counter()
-            work()
-            times[key].append(1000 * (time.perf_counter() - start))
-    return {key: statistics.median(each[1:]) for key, each in times.items()}
+def median_milliseconds(works: Mapping[int, Callable[[], Any]], seconds: float) -> dict[int, float]:
+    """Medians of what ``works`` take in turns, for so many seconds."""
+
+    def milliseconds(key: int, *turn: int) -> tuple[int, float]:
+        start = time.perf_counter()
+        works[key]()
+        return key, 1000 * (time.perf_counter() - start)
+
+    times = take_turns([*works], 1000, milliseconds, num_warm_ups=1, seconds=seconds)
+    return {key: statistics.median(each for of, each in times if of == key) for key in works}
 
 
 def compared(ms: Mapping[int, float]) -> str:
@@ -96,12 +95,12 @@ def main() -> None:
     found |= {"share_apart": share_apart(models[12].runner), "products_ms": {}, "ms_per_token": {}}
     for rows in ROWS:
         works = {bits: multiply(products_of(model), rows) for bits, model in models.items()}
-        taken = found["products_ms"][rows] = median_milliseconds(works, 3, SECONDS)
+        taken = found["products_ms"][rows] = median_milliseconds(works, SECONDS)
         log.print(f"products of {rows} rows, ms: {compared(taken)}")
     prompt, ways = torch.arange(5, 69)[None], ["plain", "default"]
     for way in ways if options.base is None else ways[:1]:
         works = {bits: answer(model, prompt, way) for bits, model in models.items()}
-        taken = median_milliseconds(works, ANSWERS, 2 * SECONDS)
+        taken = median_milliseconds(works, 2 * SECONDS)
         found["ms_per_token"][way] = taken = {bits: each / NEW_TOKENS for bits, each in taken.items()}
         log.print(f"{way}, ms a token: {compared(taken)}")
     end_with_json(found | {"num_threads": torch.get_num_threads()}, STANDARD_OUTPUT)

@@ -333,7 +333,7 @@ struct Product {
   int64_t M, K, N;
 };
 
-static inline void finished(const Product& of, const float* sums, int64_t row, int64_t column, int64_t count) {
+[[gnu::noinline]] static void finished(const Product& of, const float* sums, int64_t row, int64_t column, int64_t count) {
   float* y = of.y + row * of.N + column;
   int64_t n = 0;
   for (; n + LANES <= count; n += LANES) {
@@ -468,24 +468,33 @@ template <typename W, int M, int J, typename Following>
 // small, and widening it for each made 64 rows a sixth slower.
 constexpr int64_t BLOCKS_TO_WIDEN = REGISTERS == 32 ? std::numeric_limits<int64_t>::max() : 4;
 
-// All columns of a panel in sixteen bits, those apart as zeros.
-static void widen(const char* from, int64_t K, char* to) {
-  const Coded panel(from, K);
-  Bytes table = upper_bytes(panel.head);
-  for (int64_t k = 0; k < K; k += 4, to += sizeof(Bytes) * 2) {
-    Bytes lower = load(panel.bytes + k * LANES), upper = looked_up(table, codes_of(load(panel.codes + k / 8 * 4 * LANES), k % 8));
+// Eight columns of a panel in sixteen bits, those apart as zeros.
+constexpr int64_t EIGHT_COLUMNS = 8 * LANES * sizeof(BFloat16);
+static inline void widen_eight(const uint8_t* bytes, const uint8_t* codes, Bytes table, char* to) {
+  Bytes both = load(codes);
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; half++) {
+    Bytes lower = load(bytes + half * 4 * LANES), upper = looked_up(table, codes_of(both, half));
     Bytes pairs[2] = {zipped(lower, upper, false), zipped(lower, upper, true)};
-    std::memcpy(to, pairs, sizeof(pairs));
+    std::memcpy(to + half * sizeof(pairs), pairs, sizeof(pairs));
   }
 }
 
-// Adds what the weights give that J panels keep apart.
-template <int M, int J>
-static void add_apart(const Product& of, const char* panels, int64_t row, float* results) {
+// All columns of J panels, each of which takes `wide` bytes; the last eight of a panel may reach beyond.
+static void widen(const char* from, int64_t size, int J, int64_t K, char* to, int64_t wide) {
+  for (int j = 0; j < J; j++) {
+    const Coded panel(from + j * size, K);
+    Bytes table = upper_bytes(panel.head);
+    for (int64_t k = 0; k < K; k += 8) widen_eight(panel.bytes + k * LANES, panel.codes + k / 2 * LANES, table, to + j * wide + k / 8 * EIGHT_COLUMNS);
+  }
+}
+
+// Adds what the weights give that J panels keep apart, to the results (M, J, LANES) of M rows.
+[[gnu::noinline]] static void add_apart(const Product& of, const char* panels, int J, int64_t row, int64_t M, float* results) {
   for (int j = 0; j < J; j++) {
     const Coded panel(panels + j * of.size, of.K);
     for (const Apart* each = panel.apart; each < panel.apart + panel.head->num_apart; each++)
-      for (int m = 0; m < M; m++) {
+      for (int64_t m = 0; m < M; m++) {
         float& sum = results[(m * J + j) * LANES + each->lane];
         sum = multiply_add(std::bit_cast<float>(uint32_t(each->bits) << 16), of.x[(row + m) * of.K + each->column], sum);
       }
@@ -502,18 +511,19 @@ static void panels_times_rows(const Product& of, int64_t panel, int64_t last) {
   char* widened = nullptr;
   if (std::is_same_v<W, Twelve> && blocks >= BLOCKS_TO_WIDEN) {
     int64_t wide = height_of<BFloat16>(of.K) * 2 * LANES * sizeof(BFloat16);
-    widened = reinterpret_cast<char*>(scratch.of((J * wide + 2 * sizeof(Bytes)) / sizeof(float)));
-    for (int j = 0; j < J; j++) widen(w + j * of.size, of.K, widened + j * wide);
+    widened = reinterpret_cast<char*>(scratch.of((J * wide + EIGHT_COLUMNS) / sizeof(float)));
+    widen(w, of.size, J, of.K, widened, wide);
   }
   for (int64_t each = 0; each < blocks; each++) {
     int64_t row = std::min(each * M, of.M - M), column = panel * LANES;
     float results[M * J * LANES];
+    auto following = [&](int64_t bytes) { return Ahead{w + ahead + of.size * each / blocks, bytes / blocks, of.size}; };  // by column
     if constexpr (std::is_same_v<W, Twelve>) {
-      if (blocks < BLOCKS_TO_WIDEN) block<W, M, J>(of, w, row, panel + 2 * J <= last ? J * of.size : int64_t(0), results);
-      else block<BFloat16, M, J>(of, widened, row, Ahead{w + ahead + of.size * each / blocks, int64_t(2 * LANES * sizeof(BFloat16)) / blocks, of.size}, results);
-      add_apart<M, J>(of, w, row, results);
+      if (widened) block<BFloat16, M, J>(of, widened, row, following(2 * LANES * sizeof(BFloat16)), results);
+      else block<W, M, J>(of, w, row, panel + 2 * J <= last ? J * of.size : int64_t(0), results);
+      add_apart(of, w, J, row, M, results);
     } else {
-      block<W, M, J>(of, w, row, Ahead{w + ahead + of.size * each / blocks, int64_t(PER_LANE<W> * LANES * sizeof(W)) / blocks, of.size}, results);
+      block<W, M, J>(of, w, row, following(PER_LANE<W> * LANES * sizeof(W)), results);
     }
     for (int m = 0; m < M; m++) finished(of, results + m * J * LANES, row + m, column, std::min<int64_t>(J * LANES, of.N - column));
   }
@@ -538,13 +548,14 @@ static void multiplied_by(int64_t rows, const Product& of, int64_t panels) {
 #define __AMX_BF16__
 #define __AMX_INT8__
 #endif
-#if defined(WIDEST) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
+constexpr int64_t TILE_ROWS = 16, TILE_WIDTH = 64, TILE_BYTES = TILE_ROWS * TILE_WIDTH;
+#if defined(TILES_HEADER)  // registers that are only arrays: tests run this without them
+#include TILES_HEADER
+#define HAS_TILES
+#elif defined(WIDEST) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
+#define HAS_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
-
-constexpr int64_t TILE_ROWS = 16, TILE_WIDTH = 64, TILE_BYTES = TILE_ROWS * TILE_WIDTH;
-constexpr int64_t ROWS_AT_ONCE = 128;  // their parts stay in the second cache while all weights pass by
-template <typename W> constexpr int PARTS = std::is_same_v<W, int8_t> ? 2 : 3;
 
 static bool are_tiles_allowed() {
   constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;  // Documentation/arch/x86/xstate.rst of Linux
@@ -575,6 +586,12 @@ template <typename W, int PART, int SUMS, int ROWS, int WEIGHTS> static inline v
   else if constexpr (PART == 0) asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(ROWS), "i"(WEIGHTS));
   else asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(ROWS), "i"(WEIGHTS));
 }
+#endif
+
+#if defined(HAS_TILES)
+constexpr int64_t ROWS_AT_ONCE = 128;  // their parts stay in the second cache while all weights pass by
+template <typename W> using InTile = std::conditional_t<std::is_same_v<W, Twelve>, BFloat16, W>;
+template <typename W> constexpr int PARTS = std::is_same_v<W, int8_t> ? 2 : 3;
 
 // Calls `body` with each constant below N.
 template <int N, typename Body> [[gnu::always_inline]] static inline void each(Body body) {
@@ -618,7 +635,7 @@ template <> void take_apart<int8_t>(const float* x, int64_t K, char* to, int64_t
   }
 }
 
-template <typename W>
+template <typename W>  // W: what tiles hold
 static Blocks blocks_of(const Product& of) {
   thread_local Scratch scratch;
   int64_t count = (of.M + TILE_ROWS - 1) / TILE_ROWS, rows = (of.M + count - 1) / count, runs = (of.K + RUN - 1) / RUN;
@@ -633,14 +650,15 @@ static Blocks blocks_of(const Product& of) {
   return blocks;
 }
 
-// J panels, tile after tile; what is missing of the last one are zeros. Tiles are fetched AHEAD steps before they are multiplied.
+// J panels of `size` bytes, tile after tile; what is missing of the last one are zeros. Tiles are fetched AHEAD steps before
+// they are multiplied, a sixteenth after the other.
 template <int J, int AHEAD>
 struct Panels {
   const char* w;
   int64_t size, steps;
   alignas(64) char ends[J][TILE_BYTES];
 
-  Panels(const Product& of, int64_t panel, int64_t size, int64_t steps) : w(of.panels + panel * size), size(size), steps(steps) {}
+  Panels(const char* w, int64_t size, int64_t steps) : w(w), size(size), steps(steps) {}
 
   const char* tile(int j, int64_t step) {
     const char* whole = w + j * size + step * TILE_BYTES;
@@ -649,23 +667,69 @@ struct Panels {
     std::memset(ends[j] + left, 0, TILE_BYTES - left);
     return static_cast<const char*>(std::memcpy(ends[j], whole, left));
   }
-  void fetch(int j, int64_t step, int from, int to) const {
+  void prepare(int j, int64_t step, int from, int to) const {
     int64_t next_step = step + AHEAD, of_next_panels = next_step < steps ? 0 : J * size - steps * TILE_BYTES;
     const char* next = w + j * size + next_step * TILE_BYTES + of_next_panels;
     for (int line = from; line < to; line++) __builtin_prefetch(next + line * TILE_WIDTH, 0, 3);
   }
 };
 
-constexpr int64_t FEW_BLOCKS = 3;
+// The same where they were widened before: meanwhile the thread's next ones are fetched, some lines of `later` a step.
+template <int J>
+struct WidenedPanels : Panels<J, 1> {
+  const char* later;
+  int64_t lines;
+
+  void prepare(int j, int64_t step, int from, int to) {
+    Panels<J, 1>::prepare(j, step, from, to);
+    for (int64_t line = 0; j == 0 && from == 0 && line < lines; line++, later += TILE_WIDTH) __builtin_prefetch(later, 0, 2);
+  }
+};
+
+// J panels in twelve bits: the tiles of the next step are widened while those of this one are multiplied. Bytes and codes are
+// fetched as they are for vectors.
+template <int J>
+struct TwelvePanels {
+  const uint8_t *bytes, *codes;
+  int64_t size, steps, next;
+  Bytes tables[J];
+  alignas(64) char tiles[2][J][TILE_BYTES];
+
+  TwelvePanels(const char* w, int64_t size, int64_t K, int64_t next) : size(size), steps(coded_columns(K) / 32), next(next) {
+    const Coded first(w, K);
+    bytes = first.bytes, codes = first.codes;
+    for (int j = 0; j < J; j++) {
+      tables[j] = upper_bytes(reinterpret_cast<const Head*>(w + j * size));
+      __builtin_prefetch(reinterpret_cast<const char*>(first.apart) + j * size, 0, 3);  // for the end
+      __builtin_prefetch(w + next + j * size, 0, 3);
+      prepare(j, -1, 0, 16);
+    }
+  }
+  const char* tile(int j, int64_t step) const { return tiles[step & 1][j]; }
+  void prepare(int j, int64_t step, int from, int to) {
+    if (++step == steps) return;
+    int64_t columns = 32 * steps, ahead = std::min(columns, COLUMNS_AHEAD);
+    for (int eight = from / 4; eight < to / 4; eight++) {
+      int64_t k = 32 * step + 8 * eight, of_bytes = j * size + k * LANES, of_codes = j * size + k / 2 * LANES;
+      bool is_inside = k < columns - ahead;
+      int64_t later = is_inside ? ahead : ahead - columns, of_next = is_inside ? 0 : next;
+      if (is_inside || next) {
+        __builtin_prefetch(bytes + of_bytes + later * LANES + of_next, 0, 2);
+        __builtin_prefetch(bytes + of_bytes + later * LANES + of_next + TILE_WIDTH, 0, 2);
+        __builtin_prefetch(codes + of_codes + later / 2 * LANES + of_next, 0, 2);
+      }
+      widen_eight(bytes + of_bytes, codes + of_codes, tables[j], tiles[step & 1][j] + eight * EIGHT_COLUMNS);
+    }
+  }
+};
 
 // B blocks by J panels. For few blocks, which wait for memory, there are up to six sums, and each panel is loaded anew for
 // each part of each block, from the first cache. For more, up to four, and two panels ARE_HELD for all parts.
-template <int B, int J, bool ARE_HELD>
-static void block_in_tiles(const Product& of, const Blocks& blocks, int64_t block, int64_t panel) {
+template <typename W, int B, int J, bool ARE_HELD, typename Tiles>
+static void block_in_tiles(const Product& of, const Blocks& blocks, int64_t block, int64_t panel, Tiles panels) {
   constexpr int P = PARTS<BFloat16>;
-  int64_t size = height_of<BFloat16>(of.K) * TILE_WIDTH, apart = blocks.rows * TILE_WIDTH;
+  int64_t apart = blocks.rows * TILE_WIDTH;
   const char* x = blocks.parts + block * blocks.size;
-  Panels<J, 1> panels(of, panel, size, blocks.steps);
   each<B * J>([]<int T>() { clear_tile<T>(); });
   for (int64_t step = 0; step < blocks.steps; step++, x += P * apart)
     each<P * B>([&]<int of_rows>() {
@@ -675,22 +739,25 @@ static void block_in_tiles(const Product& of, const Blocks& blocks, int64_t bloc
         constexpr int WEIGHTS = ARE_HELD ? 6 + j : 7;
         if constexpr (!ARE_HELD || of_rows == 0) load_tile<WEIGHTS>(panels.tile(j, step));
         multiply_tiles<BFloat16, part, b * J + j, ROWS, WEIGHTS>();
-        panels.fetch(j, step, 16 * of_rows / (P * B), 16 * (of_rows + 1) / (P * B));
+        panels.prepare(j, step, 16 * of_rows / (P * B), 16 * (of_rows + 1) / (P * B));
       });
     });
   alignas(64) float sums[B][TILE_ROWS][J * LANES];
   each<B>([&]<int b>() { each<J>([&]<int j>() { store_tile<b * J + j>(sums[b][0] + j * LANES, sizeof(sums[b][0])); }); });
   int64_t column = panel * LANES, count = std::min<int64_t>(J * LANES, of.N - column);
-  for (int b = 0; b < B; b++)
-    for (int64_t row = 0; row < blocks.rows; row++) finished(of, sums[b][row], blocks.first(block + b, of.M) + row, column, count);
+  for (int b = 0; b < B; b++) {
+    int64_t first = blocks.first(block + b, of.M);
+    if constexpr (std::is_same_v<W, Twelve>) add_apart(of, of.panels + panel * of.size, J, first, blocks.rows, sums[b][0]);
+    for (int64_t row = 0; row < blocks.rows; row++) finished(of, sums[b][row], first + row, column, count);
+  }
 }
 
 template <int J>
 static void int8_block_in_tiles(const Product& of, const Blocks& blocks, int64_t block, int64_t panel) {
-  int64_t size = (of.K + 3) / 4 * TILE_WIDTH, apart = blocks.rows * TILE_WIDTH;
+  int64_t apart = blocks.rows * TILE_WIDTH;
   const char* x = blocks.parts + block * blocks.size;
   const float* scales = blocks.scales + block * blocks.rows * ((of.K + RUN - 1) / RUN);
-  Panels<J, 2> panels(of, panel, size, blocks.steps);
+  Panels<J, 2> panels(of.panels + panel * of.size, of.size, blocks.steps);
   alignas(64) Vec sums[TILE_ROWS][J] = {};
   alignas(64) Int whole[J][2][TILE_ROWS];
   each<4>([]<int T>() { clear_tile<T>(); });
@@ -698,7 +765,7 @@ static void int8_block_in_tiles(const Product& of, const Blocks& blocks, int64_t
     each<2>([&]<int part>() { load_tile<4 + part>(x + part * apart); });
     each<J>([&]<int j>() {
       load_tile<7>(panels.tile(j, step));
-      each<2>([&]<int part>() { multiply_tiles<int8_t, part, 2 * j + part, 4 + part, 7>(), panels.fetch(j, step, 8 * part, 8 * part + 8); });
+      each<2>([&]<int part>() { multiply_tiles<int8_t, part, 2 * j + part, 4 + part, 7>(), panels.prepare(j, step, 8 * part, 8 * part + 8); });
     });
     if ((step + 1) * TILE_WIDTH % RUN && step + 1 < blocks.steps) continue;
     each<J>([&]<int j>() { each<2>([&]<int part>() { store_tile<2 * j + part>(whole[j][part], TILE_WIDTH), clear_tile<2 * j + part>(); }); });
@@ -711,23 +778,48 @@ static void int8_block_in_tiles(const Product& of, const Blocks& blocks, int64_t
   for (int64_t row = 0; row < blocks.rows; row++) finished(of, reinterpret_cast<float*>(sums[row]), blocks.first(block, of.M) + row, column, count);
 }
 
+constexpr int64_t FEW_BLOCKS = 3;
+
+// J panels from `panel` on by all blocks of rows; `last` is the end of this thread's.
+template <typename W, int J, bool ARE_HELD>
+static void panels_in_tiles(const Product& of, const Blocks& blocks, int64_t panel, int64_t last) {
+  const char* w = of.panels + panel * of.size;
+  if constexpr (std::is_same_v<W, int8_t>) {
+    for (int64_t block = 0; block < blocks.count; block++) int8_block_in_tiles<J>(of, blocks, block, panel);
+    return;
+  }
+  auto multiply = [&](auto panels_for) {
+    for (int64_t block = 0; block < blocks.count; block += 2)
+      if (block + 1 == blocks.count) block_in_tiles<W, 1, J, ARE_HELD>(of, blocks, block, panel, panels_for(block));
+      else if constexpr (J <= 3) block_in_tiles<W, 2, J, ARE_HELD>(of, blocks, block, panel, panels_for(block));
+  };
+  if constexpr (std::is_same_v<W, BFloat16>) multiply([&](int64_t) { return Panels<J, 1>(w, of.size, blocks.steps); });
+  if constexpr (std::is_same_v<W, Twelve>) {
+    bool has_next = panel + 2 * J <= last;
+    if (blocks.count == 1) return multiply([&](int64_t) { return TwelvePanels<J>(w, of.size, of.K, has_next ? J * of.size : 0); });
+    thread_local Scratch scratch;
+    int64_t wide = blocks.steps * TILE_BYTES, steps = (blocks.count + 1) / 2 * blocks.steps;
+    char* widened = reinterpret_cast<char*>(scratch.of((J * wide + TILE_WIDTH) / sizeof(float)));
+    widened += -reinterpret_cast<uintptr_t>(widened) & (TILE_WIDTH - 1);
+    widen(w, of.size, J, coded_columns(of.K), widened, wide);
+    int64_t lines = has_next ? (J * of.size / TILE_WIDTH + steps - 1) / steps : 0;
+    multiply([&](int64_t block) { return WidenedPanels<J>{{widened, wide, blocks.steps}, w + J * of.size + block / 2 * blocks.steps * lines * TILE_WIDTH, lines}; });
+  }
+}
+
 template <typename W>
 static void multiplied_in_tiles(Product of, int64_t panels) {
   int64_t left = of.M, parts = (left + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
   for (; parts; parts--, of.x += of.M * of.K, of.y += of.M * of.N, left -= of.M) {
     of.M = (left + parts - 1) / parts;
     torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-      Blocks blocks = blocks_of<W>(of);
+      Blocks blocks = blocks_of<InTile<W>>(of);
       bool are_few = blocks.count <= FEW_BLOCKS;
       TileRegisters registers(blocks.rows, are_few || std::is_same_v<W, int8_t> ? 7 : 6);
       auto multiply = [&]<int J, bool ARE_HELD>() {
-        for (; begin + J <= end; begin += J)
-          for (int64_t block = 0; block < blocks.count; block += std::is_same_v<W, int8_t> ? 1 : 2)
-            if constexpr (std::is_same_v<W, int8_t>) int8_block_in_tiles<J>(of, blocks, block, begin);
-            else if (block + 1 == blocks.count) block_in_tiles<1, J, ARE_HELD>(of, blocks, block, begin);
-            else if constexpr (J <= 3) block_in_tiles<2, J, ARE_HELD>(of, blocks, block, begin);
+        for (; begin + J <= end; begin += J) panels_in_tiles<W, J, ARE_HELD>(of, blocks, begin, end);
       };
-      if constexpr (std::is_same_v<W, BFloat16>) {
+      if constexpr (!std::is_same_v<W, int8_t>) {
         if (blocks.count == 1) multiply.template operator()<6, false>();
         if (are_few) multiply.template operator()<3, false>(), multiply.template operator()<1, false>();
       }
@@ -760,9 +852,9 @@ static Product in_steps(Product of) {
 
 template <typename W>
 static void product_of(Product of, const Tensor& panels) {
-  constexpr bool fits_tiles = std::is_same_v<W, BFloat16> || std::is_same_v<W, int8_t>;
+  constexpr bool fits_tiles = std::is_same_v<W, BFloat16> || std::is_same_v<W, Twelve> || std::is_same_v<W, int8_t>;
   bool in_tiles = fits_tiles && has_tiles;
-  int64_t per_lane = in_tiles ? 4 / sizeof(W) : PER_LANE<W>;
+  int64_t per_lane = std::is_same_v<W, int8_t> && in_tiles ? 4 : PER_LANE<W>;
   bool is_packed = std::is_same_v<W, Twelve> ? has_shape(panels, ScalarType::Byte, {-1, coded_size(of.K)}) : panels.dim() == 4 && panels.size(2) == LANES && panels.size(3) == per_lane;
   STD_TORCH_CHECK(is_packed && panels.size(0) == (of.N + LANES - 1) / LANES, "panels must be packed for this processor");
   STD_TORCH_CHECK(panels.dim() == 2 || panels.size(1) == (of.K + per_lane - 1) / per_lane, "rows must be float32, of the weight's width");

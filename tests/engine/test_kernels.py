@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import hashlib
 import mmap
 import os
 import platform
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, random_prompts, tiny_model
+from conftest import ARCHITECTURES, CHECKOUT, random_prompts, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_candidate_tree import trees
@@ -57,14 +58,14 @@ def product(shape, dtype, has_bias=True):
     return PackedMatmul([weight], bias), weight, bias
 
 
-@pytest.fixture(params=["vectors", "tiles", "twelve bits"])
+@pytest.fixture(params=["vectors", "tiles", "vectors, twelve bits", "tiles, twelve bits"])
 def multiplied_in(request, monkeypatch):
-    """Products are computed in vector registers, in tile registers where the processor has them, or from
-    weights in twelve bits where they are bfloat16."""
-    before = has_tiles()
-    if has_tiles(request.param == "tiles") != (request.param == "tiles"):
+    """Products are computed in vector registers, or in tile registers where the processor has them; from
+    weights in twelve bits or sixteen where they are bfloat16."""
+    before, wanted = has_tiles(), request.param.startswith("tiles")
+    if has_tiles(wanted) != wanted:
         pytest.skip("this processor has no tile registers")
-    if request.param == "twelve bits":
+    if "twelve bits" in request.param:
         monkeypatch.setattr(kernels, "TWELVE_BITS_FROM", 0)
         monkeypatch.setattr(kernels, "_twelve_bits", True)
     yield request.param
@@ -295,13 +296,20 @@ def test_twelve_bits_are_used_where_they_were_measured_to_be_no_slower(ratios, u
 
 @needs_kernels
 @pytest.mark.parametrize("width", [1, 3, 31, 32, 33, 40, 127, 300, 2049])
-def test_products_in_twelve_bits_give_the_same_bits_for_any_rows(width, monkeypatch):
+def test_twelve_bits_give_the_same_bits_for_any_rows_and_those_of_sixteen_where_none_is_apart(
+    width, monkeypatch
+):
     monkeypatch.setattr(kernels, "TWELVE_BITS_FROM", 0)
     monkeypatch.setattr(kernels, "_twelve_bits", True)
     weight = ((torch.rand(75, width) + 0.5) * torch.randn(75, 1).sign()).bfloat16()
+    made, x = in_twelve_bits(weight), torch.randn(100, width)
+    assert made.num_apart == 0
+    monkeypatch.setattr(kernels, "_twelve_bits", False)
+    assert torch.equal(made(x), PackedMatmul([weight], None)(x))
+    monkeypatch.setattr(kernels, "_twelve_bits", True)
     if width > 64:
         weight[::7, 5], weight[3::9, -1] = 2.0**20, 2.0**-60
-    made, x = in_twelve_bits(weight), torch.randn(100, width)
+    made = in_twelve_bits(weight)
     together = made(x)
     for rows in range(1, 101):
         assert torch.equal(made(x[:rows]), together[:rows]), rows
@@ -553,48 +561,73 @@ def test_where_the_cache_cannot_be_written_kernels_are_built_for_this_process(un
     assert "compiled for this process only" in capsys.readouterr().err
 
 
-SANITIZED = """
+ELSEWHERE = """
 import sys, pytest
 from medusa.engine import kernels
-sanitizers = "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
-kernels.FLAGS = (*kernels.FLAGS, "-O1", "-g", *sanitizers, sys.argv[1])
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]]))
+flags, tests = sys.argv[1].split("|"), sys.argv[2:]
+kernels.FLAGS = (*kernels.FLAGS, *flags)
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *tests]))
 """
-"""Tests that run on the kernels as a sanitizer builds them: a read or a write beside their memory, and what
-C++ does not define, end the process."""
-LEVELS = {"x86-64-v4": "avx512bw", "x86-64-v3": "avx2", "x86-64": "sse2"}
-"""Processors with AVX-512, AVX2 and neither, and what ``/proc/cpuinfo`` calls it."""
+"""Runs tests on kernels that are compiled with further flags."""
+TILES = Path(__file__).with_name("tiles.h")
+TILES_IN_SOFTWARE = (
+    "-march=x86-64-v4",
+    "-mavx512bf16",
+    f'-DTILES_HEADER="{TILES}"',
+    f"-DTILES_DIGEST={hashlib.sha256(TILES.read_bytes()).hexdigest()}",  # compiles again after a change
+)
+LEVELS = {
+    "x86-64-v4": "avx512bw",
+    "x86-64-v3": "avx2",
+    "x86-64": "sse2",
+    "tiles in software": "avx512_bf16",
+}
+"""Processors with AVX-512, AVX2 and neither, and what ``/proc/cpuinfo`` calls it; and tile registers that are
+arrays."""
+
+
+def passed_elsewhere(level, *flags, tests, environment=None):
+    """Runs ``tests`` in a process whose kernels are compiled for ``level``."""
+    if platform.machine() != "x86_64" or sys.platform != "linux":
+        pytest.skip("flags of x86-64")
+    if LEVELS[level] not in Path("/proc/cpuinfo").read_text():
+        pytest.skip(f"this processor has no {LEVELS[level]}")
+    all_flags = TILES_IN_SOFTWARE if level == "tiles in software" else (f"-march={level}",)
+    command = [sys.executable, "-c", ELSEWHERE, "|".join((*all_flags, *flags)), *tests]
+    ran = subprocess.run(
+        command, env={**os.environ, **(environment or {})}, capture_output=True, text=True, cwd=CHECKOUT
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    return ran.stdout
+
+
+@needs_kernels
+def test_tile_registers_give_what_vectors_give_where_they_are_only_arrays():
+    tests = "tests/engine/test_kernels.py", "-k", "tiles or twelve_bits"
+    assert "skipped" not in passed_elsewhere("tiles in software", "-O1", tests=tests)
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_kernel_reads_or_writes_beside_its_memory(level):
+    """Products, attention, the search for what is expected and trees that grow, in the tests of all these, as
+    a sanitizer builds them: a read or a write beside their memory, and what C++ does not define, end the
+    process."""
+    compiler = kernels.found_compiler()
+    preloaded = [library_of(compiler, name) for name in ("libasan.so", "libstdc++.so.6")]
+    if not all(map(os.path.isabs, preloaded)):
+        pytest.skip(f"{compiler} has no address sanitizer")
+    sanitizers = "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
+    rooms = "engine/test_kernels", "engine/test_kernel_bounds", "drafters/test_kernel_drafts"
+    tests = *(f"tests/{name}.py" for name in (*rooms, "drafters/test_references")), "-m", "not slow"
+    environment = {"LD_PRELOAD": " ".join(preloaded), "ASAN_OPTIONS": "detect_leaks=0"}
+    passed_elsewhere(level, *sanitizers, tests=tests, environment=environment)
 
 
 def library_of(compiler, name):
     command = [compiler, f"-print-file-name={name}"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-@needs_kernels
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="flags of x86-64")
-@pytest.mark.parametrize("level", LEVELS)
-def test_no_kernel_reads_or_writes_beside_its_memory(level):
-    """Products, attention, the search for what is expected and trees that grow, in the tests of all these."""
-    compiler = kernels.found_compiler()
-    preloaded = [library_of(compiler, name) for name in ("libasan.so", "libstdc++.so.6")]
-    if not all(map(os.path.isabs, preloaded)):
-        pytest.skip(f"{compiler} has no address sanitizer")
-    if LEVELS[level] not in Path("/proc/cpuinfo").read_text():
-        pytest.skip(f"this processor has no {LEVELS[level]}")
-    tests = Path(__file__).parent.parent
-    names = (
-        "engine/test_kernels",
-        "engine/test_kernel_bounds",
-        "drafters/test_kernel_drafts",
-        "drafters/test_references",
-    )
-    files = [str(tests / f"{name}.py") for name in names]
-    command = [sys.executable, "-c", SANITIZED, f"-march={level}", *files, "-m", "not slow"]
-    environment = {**os.environ, "LD_PRELOAD": " ".join(preloaded), "ASAN_OPTIONS": "detect_leaks=0"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tests.parent)
-    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
 
 
 BUILD = "import sys; from medusa.engine import kernels; sys.exit(kernels.kernels_unsupported_reason())"
