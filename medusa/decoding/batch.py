@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from medusa.acceptance.sampling import TokenLogprobs
 from medusa.base.attention import pinned_attention
 from medusa.base.cache import GROWTH_STEP, TreeCache
 from medusa.base.causal_lm import (
@@ -34,11 +32,12 @@ from medusa.base.causal_lm import (
     vocab_size,
 )
 from medusa.decoding.adaptive import AdaptiveDrafting
-from medusa.decoding.state import DecodeRequest, DecodeState, PrefixCache, num_shared
+from medusa.decoding.state import DecodeRequest, DecodeState, PrefixCache, Row, num_shared
 from medusa.decoding.static import StaticRows
 from medusa.decoding.statistics import DecodingStatistics, PhaseClock
 from medusa.decoding.step import (
     ModelRunner,
+    RowOutput,
     RowsFailed,
     StepOutput,
     decode_step,
@@ -98,60 +97,6 @@ SINGLE_REQUEST = BatchLimits(1, sys.maxsize, max_waiting=0, chunk=sys.maxsize, p
 """The limits of a batch for one request: none."""
 
 
-@dataclass(eq=False)
-class Row:
-    """One row of a request and its answer so far."""
-
-    request: DecodeRequest
-    """A request of one row where others may join."""
-    tag: Any = None
-    """The caller's own identifier."""
-    owner: Hashable = None
-    """The owner: the prefix cache is never shared between owners."""
-    tokens: list[int] = field(default_factory=list)
-    """The answer; a token that ended it included."""
-    finish_reason: str | None = None
-    """"stop": a token or criterion ended it; "length": ``max_new_tokens``; "cancelled"; "error"."""
-    error: Exception | None = None
-    num_reused: int = 0
-    """Prompt tokens found in the prefix cache."""
-    num_read: int = 0
-    """Prompt tokens in the cache so far, during prefill."""
-    num_overtaken: int = 0
-    """How often a later row has overtaken it because this one did not fit."""
-    order: int = -1
-    """The position in which it joined the batch."""
-    index: int = 0
-    """Its index in the request."""
-
-    @property
-    def prompt(self) -> list[int]:
-        return self.request.prompts[self.index]
-
-    def take_error(self) -> Exception:
-        """The exception that made the row fail, which the row then drops: the traceback knows the pass, its
-        cache and this row, and such a cycle stays in memory until the next full garbage collection."""
-        error, self.error = self.error, None
-        assert error is not None
-        return error
-
-
-@dataclass(frozen=True)
-class RowOutput:
-    """The output of a forward pass for one row; without tokens where the row has failed."""
-
-    row: Row
-    tokens: list[int] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)
-    """The depth of each token; 0 for the base model's own."""
-    logprobs: list[TokenLogprobs] | None = None
-    """One for each token, where the request asked for them."""
-    finish_reason: str | None = None
-    """The row's own, in its last output."""
-    drafted: list[int] = field(default_factory=list)
-    """The depth of each verified draft token, as in :class:`medusa.decoding.step.StepOutput`."""
-
-
 @dataclass(frozen=True)
 class StepResult:
     """The output of one forward pass for every row of a request; finished rows have empty lists."""
@@ -165,7 +110,7 @@ class StepResult:
 class _Prefill:
     """The rows of one request during prefill."""
 
-    rows: Sequence[Row]
+    rows: list[Row]
     request: DecodeRequest
     """The request, with the answer so far appended to the prompt."""
     prefix: TreeCache
@@ -222,7 +167,6 @@ class Batch:
         self._prefills: list[_Prefill] = []  # each less than half as long as the rest of the one before
         self._has_read = False  # prompts, in the last turn
         self._state: DecodeState | None = None
-        self._rows: dict[int, Row] = {}  # by the number that the state knows them by
         self._num_joined = 0
         self._drafters: dict[tuple[int, bool], tuple[Drafter, AdaptiveDrafting | None]] = {}
         self._last_drafter: Drafter | None = None  # it knows all rows except new ones
@@ -232,7 +176,7 @@ class Batch:
     @property
     def num_rows(self) -> int:
         """Rows that decode."""
-        return len(self._rows)
+        return 0 if self._state is None else len(self._state.rows)
 
     @property
     def num_prefilling(self) -> int:
@@ -242,13 +186,13 @@ class Batch:
     @property
     def is_busy(self) -> bool:
         """Whether there is anything to do in a step."""
-        return bool(self._rows or self.waiting or self._prefills)
+        return bool(self._state or self.waiting or self._prefills)
 
     @property
     def num_slots(self) -> int:
         """Cache slots that are allocated for the rows under way, of ``max_slots``."""
         return self._num_slots_read + (
-            0 if self._state is None else len(self._rows) * self._state.cache.capacity
+            0 if self._state is None else self.num_rows * self._state.cache.capacity
         )
 
     @property
@@ -308,7 +252,7 @@ class Batch:
     def clear(self) -> None:
         """Drop all rows without looking at them: after a failure that may have broken anything."""
         self.waiting.clear()
-        self._rows, self._state, self._last_drafter, self._prefills = {}, None, None, []
+        self._state, self._last_drafter, self._prefills = None, None, []
         if self._static is not None:
             self._static.close()
 
@@ -332,12 +276,12 @@ class Batch:
         is_single_request = self.limits is SINGLE_REQUEST
         if not is_single_request:  # whose rows stay as they were
             self._staleness_check(False)
-        reads = bool(self.waiting or self._prefills) and not (self._rows and self._has_read)
+        reads = bool(self.waiting or self._prefills) and not (self._state and self._has_read)
         self._has_read = reads
         if reads:
             outputs = [self._prefill_chunk()]
         else:
-            outputs = self._decode() if self._rows else []
+            outputs = self._decode() if self._state else []
         if is_single_request and (self._is_streamed or not self.is_busy):
             self._staleness_check(False)  # no token of other weights is handed out
         return outputs
@@ -356,7 +300,7 @@ class Batch:
                 if prefill.num_remaining > most:
                     self._read_chunk(prefill, most)
                     budget -= most
-                elif self._rows and not self._fits(prefill.longest, len(self._prefills)):
+                elif self._state and not self._fits(prefill.longest, len(self._prefills)):
                     self._postpone(prefill)  # the others have grown meanwhile
                     break
                 else:
@@ -428,8 +372,7 @@ class Batch:
         one."""
         prefix, length = self.prefixes.longest(ids[:-1], owner)
         state, source = self._state, -1
-        for index, number in enumerate(() if state is None else state.rows):
-            row = self._rows[number]
+        for index, row in enumerate(() if state is None else state.rows):
             if row.owner != owner:
                 continue
             committed = (row.prompt + row.tokens)[:-1]
@@ -461,20 +404,18 @@ class Batch:
             self._runner,
             request,
             prefill.prefix,
-            num_before=len(rows[0].tokens),
+            rows,
             refuses_nan=self.limits is not SINGLE_REQUEST,  # a row of NaN must not disturb the others
         )
         state.sampled = sampled
         self.statistics.num_rows += sum(not row.tokens for row in rows)
-        state.rows = list(range(self._num_joined, self._num_joined + len(rows)))
-        for row, number in zip(rows, state.rows, strict=True):
-            row.order, self._rows[number] = number, row
-        self._num_joined += len(rows)
+        for row in rows:
+            row.order, self._num_joined = self._num_joined, self._num_joined + 1
         try:
             self._join(state)
         except Exception as error:  # it may have joined in some layers and not in others
-            return self._all_failed(error)
-        row_outputs = self._emit(rows, output)
+            return self._all_failed(error, rows)
+        row_outputs = self._emit(output)
         self._drop_ended()
         return row_outputs
 
@@ -498,7 +439,7 @@ class Batch:
             self._last_drafter, self._has_joined = drafter, False
         self._clock.start()
         guessing = drafter if adaptive is None else adaptive.select_drafter(drafter)
-        rows, num_run, setup_seconds = [self._rows[number] for number in state.rows], 1, 0.0
+        num_run, setup_seconds = 1, 0.0
         try:
             if self._static is None:
                 outputs = [decode_step(self._runner, guessing, state, self._clock, self._validator, adaptive)]
@@ -506,7 +447,7 @@ class Batch:
                 outputs, num_run, setup_seconds = self._static.advance(state, guessing is drafter)
                 self._clock.lap_whole(setup_seconds)
         except RowsFailed as failed:
-            row_outputs = [self._failed(self._rows[number], _cause(failed)) for number in failed.rows]
+            row_outputs = [self._failed(row, _cause(failed)) for row in failed.rows]
             self._drop_ended()
             state.cache.clear_uncommitted()  # of rows that are no numbers
             return [row_outputs]
@@ -514,7 +455,7 @@ class Batch:
             return [self._all_failed(error)]
         seconds = None if has_changed or setup_seconds else self._clock.step_seconds
         self._record(outputs, guessing is drafter, adaptive, num_run, seconds)
-        emitted = [self._emit(rows, output) for output in outputs]
+        emitted = [self._emit(output) for output in outputs]
         self._drop_ended()
         return emitted
 
@@ -542,7 +483,7 @@ class Batch:
         """
         tokens_per_row, first = 0.0, outputs[0]
         for output in outputs:
-            kept = [len(new) - 1 for new in output.tokens if new]
+            kept = [len(each.tokens) - 1 for each in output.rows if each.tokens]
             self.statistics.record_step(kept, output.max_depth, not drafts and output.max_depth == 0)
             self.num_drafted += output.num_drafted * len(kept)
             tokens_per_row += 1 + sum(kept) / len(kept)
@@ -552,20 +493,17 @@ class Batch:
             given = tokens_per_row, seconds, num_run
             adaptive.record(*given, used_fallback=used_fallback, num_nodes=num_nodes)
 
-    def _emit(self, rows: Sequence[Row], output: StepOutput) -> list[RowOutput]:
-        row_outputs = []
-        for index, row in enumerate(rows):
-            if row.finish_reason is not None:  # static steps keep ended rows
-                continue
-            tokens = output.tokens[index]
-            row.tokens.extend(tokens)
-            if output.has_ended[index]:
+    def _emit(self, output: StepOutput) -> list[RowOutput]:
+        """Add the tokens of a step to the answers of its rows, except rows that have ended before, which
+        static steps keep."""
+        row_outputs = [each for each in output.rows if each.row.finish_reason is None]
+        for each in row_outputs:
+            row = each.row
+            row.tokens.extend(each.tokens)
+            if each.has_ended:
                 is_full = len(row.tokens) >= row.request.max_new_tokens
-                is_end = tokens[-1] in row.request.eos_ids
+                is_end = each.tokens[-1] in row.request.eos_ids
                 row.finish_reason = "length" if is_full and not is_end else "stop"
-            given = tokens, output.depths[index], output.logprobs.get(index)
-            drafted = output.drafted[index] if output.drafted else []
-            row_outputs.append(RowOutput(row, *given, row.finish_reason, drafted))
         return row_outputs
 
     def _make_room(self) -> None:
@@ -578,25 +516,26 @@ class Batch:
             if self._prefills:
                 self._postpone(self._prefills[-1])
                 continue
-            youngest = max(self._rows.values(), key=lambda row: row.order)
+            youngest = max(self._state.rows, key=lambda row: row.order)
             self._drop([youngest])
             self.waiting.appendleft(youngest)
         if self.num_rows * self._state.cache.capacity > self.limits.max_slots:
             self._state.cache.trim()
 
-    def _all_failed(self, error: Exception) -> list[RowOutput]:
+    def _all_failed(self, error: Exception, joining: Iterable[Row] = ()) -> list[RowOutput]:
         """A pass has failed, or a join: the rows under way are lost, the batch is not."""
-        row_outputs = [self._failed(row, error) for row in self._rows.values()]
-        self._rows, self._state, self._last_drafter = {}, None, None
-        return row_outputs
+        rows = dict.fromkeys([*([] if self._state is None else self._state.rows), *joining])
+        self._state = self._last_drafter = None
+        return [self._failed(row, error) for row in rows]
 
     def _failed(self, row: Row, error: Exception) -> RowOutput:
         row.error, row.finish_reason = error, "error"
-        return RowOutput(row, finish_reason="error")
+        return RowOutput(row)
 
     def _drop_ended(self) -> None:
-        ended = [row for row in self._rows.values() if row.finish_reason is not None]
-        stands_still = self._static is not None and self._static.has_begun and len(ended) < len(self._rows)
+        rows = [] if self._state is None else self._state.rows
+        ended = [row for row in rows if row.finish_reason is not None]
+        stands_still = self._static is not None and self._static.has_begun and len(ended) < len(rows)
         self._drop([] if stands_still else ended)
 
     def _drop(self, dropped: list[Row]) -> None:
@@ -606,15 +545,14 @@ class Batch:
             return
         gone = set()
         for row in dropped:
-            index = state.rows.index(row.order)
+            index = state.rows.index(row)
             gone.add(index)
-            del self._rows[row.order]
             if row.error is None:
                 self._keep_prefix(row, state, index)
-        if not self._rows:
+        kept = _moved_up(len(state.rows), gone)
+        if not kept:
             self._state = self._last_drafter = None
             return
-        kept = _moved_up(len(state.rows), gone)
         state.keep_rows(kept)
         if self._last_drafter is not None:
             self._last_drafter.keep_rows(torch.tensor(kept, device=state.lengths.device))

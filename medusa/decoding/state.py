@@ -26,6 +26,8 @@ from medusa.acceptance.sampling import UpcomingNoise, gumbel_noise
 from medusa.base.cache import TreeCache
 from medusa.drafters.references import References
 
+NO_REFERENCES = References()
+
 
 @dataclass(frozen=True)
 class DecodeRequest:
@@ -71,15 +73,11 @@ class DecodeRequest:
         rows = zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)
         return tuple(tokens[:length] for tokens, length in rows)
 
-    def with_padding(self, row: int, sequence: Tensor) -> Tensor:
-        """``sequence`` (T,) long, which begins with the prompt of ``row``, with the caller's padding before
-        it."""
-        return torch.cat([self.padding[row], sequence]) if self.padding else sequence
-
     def lockstep_batch(self) -> LockstepBatch:
         """The batch as the caller gave it."""
-        rows = zip(self.tokens, map(len, self.prompts), strict=True)
-        prompts = [self.with_padding(row, tokens[:length]) for row, (tokens, length) in enumerate(rows)]
+        prompts = [tokens[: len(prompt)] for tokens, prompt in zip(self.tokens, self.prompts, strict=True)]
+        if self.padding:
+            prompts = [torch.cat(each) for each in zip(self.padding, prompts, strict=True)]
         return LockstepBatch(
             torch.stack(prompts),
             self.processors,
@@ -108,12 +106,59 @@ def is_exact(acceptance: str, samples: bool) -> bool:
     return acceptance == "exact" or (acceptance != "typical" and not samples)
 
 
+@dataclass(eq=False)
+class Row:
+    """One row of a request and its answer so far."""
+
+    request: DecodeRequest
+    """A request of one row where others may join."""
+    tag: Any = None
+    """The caller's own identifier."""
+    owner: Hashable = None
+    """The owner: the prefix cache is never shared between owners."""
+    tokens: list[int] = field(default_factory=list)
+    """The answer; a token that ended it included."""
+    finish_reason: str | None = None
+    """"stop": a token or criterion ended it; "length": ``max_new_tokens``; "cancelled"; "error"."""
+    error: Exception | None = None
+    num_reused: int = 0
+    """Prompt tokens found in the prefix cache."""
+    num_read: int = 0
+    """Prompt tokens in the cache so far, during prefill."""
+    num_overtaken: int = 0
+    """How often a later row has overtaken it because this one did not fit."""
+    order: int = -1
+    """How many rows joined the batch before it; the last ones are preempted first."""
+    index: int = 0
+    """Its index in the request."""
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.request.prompts[self.index]
+
+    @property
+    def padding(self) -> Tensor | None:
+        """The tokens (P,) long that padded it on the left in the caller's batch."""
+        return self.request.padding[self.index] if self.request.padding else None
+
+    @property
+    def references(self) -> References:
+        """The texts that it may be drafted from."""
+        return self.request.references[self.index] if self.request.references else NO_REFERENCES
+
+    def take_error(self) -> Exception:
+        """The exception that made the row fail, which the row then drops: the traceback knows the pass, its
+        cache and this row, and such a cycle stays in memory until the next full garbage collection."""
+        error, self.error = self.error, None
+        assert error is not None
+        return error
+
+
 @dataclass
 class DecodeState:
     """The rows still decoding."""
 
-    rows: list[int]
-    """Their index in the request."""
+    rows: list[Row]
     tokens: Tensor
     """(B, S) long: prompt and answer, root token included."""
     lengths: Tensor
@@ -121,16 +166,8 @@ class DecodeState:
     hidden: Tensor
     """(B, D): the hidden state that chose the root token, then the states of the drafter's layers."""
     cache: TreeCache
-    requests: list[DecodeRequest]
-    """The request of each row; the rows of one call share one."""
     seeds: Tensor | None = None
     """(B,) long: noise streams; None where every row is greedy, anything for a greedy row among others."""
-    padding: tuple[Tensor, ...] = ()
-    """As in a request, of these rows."""
-    references: tuple[References, ...] = ()
-    """As in a request, of these rows."""
-    num_new: list[int] = field(default_factory=list)
-    """Tokens of each row's answer so far, root token included."""
     known: tuple[Tensor, list[int]] | None = None
     """``lengths``, and the same on the host: see :attr:`known_lengths`."""
     refuses_nan: bool = False
@@ -145,7 +182,21 @@ class DecodeState:
     @property
     def request(self) -> DecodeRequest:
         """The request of all rows, or, in a shared batch, one with the same ``acceptance``."""
-        return self.requests[0]
+        return self.rows[0].request
+
+    @property
+    def padding(self) -> list[Tensor]:
+        """As in a request, of these rows."""
+        given = [row.padding for row in self.rows]
+        if all(each is None for each in given):
+            return []
+        return [self.tokens[0, :0] if each is None else each for each in given]
+
+    @property
+    def references(self) -> list[References]:
+        """As in a request, of these rows."""
+        given = [row.references for row in self.rows]
+        return [] if all(each is NO_REFERENCES for each in given) else given
 
     @property
     def known_lengths(self) -> list[int]:
@@ -157,14 +208,14 @@ class DecodeState:
     @property
     def sampled_rows(self) -> list[int]:
         """The rows that are sampled, known on the host."""
-        return [row for row, request in enumerate(self.requests) if request.seeds is not None]
+        return [index for index, row in enumerate(self.rows) if row.request.seeds is not None]
 
     @property
     def temperature(self) -> float | Tensor:
         """As :attr:`medusa.drafters.protocol.DraftContext.temperature`."""
-        given = [0.0 if each.seeds is None else each.temperature for each in self.requests]
         if self.seeds is None:
             return 1.0
+        given = [0.0 if row.request.seeds is None else row.request.temperature for row in self.rows]
         if len(set(given)) == 1:
             return given[0]
         return torch.tensor(given, device=self.lengths.device)[:, None, None]
@@ -189,7 +240,7 @@ class DecodeState:
         """Logits processors, and the indices of the rows that share them; rows without any form one group."""
         found: dict[int, tuple[LogitsProcessorList, list[int]]] = {}
         for place, row in enumerate(rows):
-            processors = self.requests[row].processors
+            processors = self.rows[row].request.processors
             found.setdefault(id(processors) if processors else 0, (processors, []))[1].append(place)
         return list(found.values())
 
@@ -208,7 +259,6 @@ class DecodeState:
         self.tokens.scatter_(1, columns, tokens)
         self.lengths = self.lengths + num_new
         self.known = self.lengths, [length + count for length, count in zip(reach, counts, strict=True)]
-        self.num_new = [count + len(new) for count, new in zip(self.num_new, new_tokens, strict=True)]
 
     def commit(
         self,
@@ -232,10 +282,6 @@ class DecodeState:
         self.known = self.lengths, known
         self.cache.keep_rows(index)
         self.rule_state = None if self.rule_state is None else self.rule_state.rows(index)
-        self.requests = [self.requests[row] for row in kept]
-        self.num_new = [self.num_new[row] for row in kept]
-        self.padding = tuple(self.padding[row] for row in kept) if self.padding else ()
-        self.references = tuple(self.references[row] for row in kept) if self.references else ()
         self.seeds = None if self.seeds is None or not self.sampled_rows else self.seeds[index]
 
     def join(self, other: DecodeState, most_rows: int = 0) -> None:
@@ -256,12 +302,7 @@ class DecodeState:
                 state.lengths * 0 if state.seeds is None else state.seeds for state in (self, other)
             )
             self.seeds = torch.cat([ours, theirs])
-        self.padding = self._padding_of_rows() + other._padding_of_rows()
-        if self.references or other.references:
-            both = (state.references or (References(),) * len(state.rows) for state in (self, other))
-            self.references = sum(both, ())
         self.rows = self.rows + other.rows
-        self.requests, self.num_new = self.requests + other.requests, self.num_new + other.num_new
         self.tokens = torch.cat(_as_wide(self.tokens, other.tokens))
         known = self.known_lengths + other.known_lengths
         self.lengths = torch.cat([self.lengths, other.lengths])
@@ -269,27 +310,25 @@ class DecodeState:
         self.hidden = torch.cat([self.hidden, other.hidden])
         self.cache.join(other.cache, most_rows)
 
-    def _padding_of_rows(self) -> tuple[Tensor, ...]:
-        """:attr:`padding`, one for each row."""
-        return self.padding or tuple(self.tokens[:, :0])
-
-    def num_until_end(self, row: int, new: list[int]) -> tuple[int, bool]:
-        """How many of a row's ``new`` tokens belong to its answer, and whether the last of them ends it."""
-        request, num_before = self.requests[row], self.num_new[row]
+    def num_until_end(self, index: int, new: list[int]) -> tuple[int, bool]:
+        """How many of the ``new`` tokens of row ``index`` belong to its answer, and whether the last of them
+        ends it."""
+        row = self.rows[index]
+        request, num_before = row.request, len(row.tokens)
         if self.lockstep_batch is not None:
-            return len(new), self.lockstep_batch.has_ended(self.rows[row])
+            return len(new), self.lockstep_batch.has_ended(row.index)
         for count, token in enumerate(new, start=1):
             if num_before + count >= request.max_new_tokens or token in request.eos_ids:
                 return count, True
-            if request.criteria and self._criteria_met(row, new[:count]):
+            if request.criteria and self._criteria_met(index, new[:count]):
                 return count, True
         return len(new), False
 
-    def _criteria_met(self, row: int, new: list[int]) -> bool:
+    def _criteria_met(self, index: int, new: list[int]) -> bool:
         """Ask the stopping criteria about one row, padded as the caller's batch was."""
-        so_far = self.tokens[row, : self.known_lengths[row]]
-        parts = [*self.padding[row : row + 1], so_far, so_far.new_tensor(new)]
-        return bool(self.requests[row].criteria(torch.cat(parts)[None], None).any())
+        row, so_far = self.rows[index], self.tokens[index, : self.known_lengths[index]]
+        parts = [*([] if row.padding is None else [row.padding]), so_far, so_far.new_tensor(new)]
+        return bool(row.request.criteria(torch.cat(parts)[None], None).any())
 
 
 def _as_wide(first: Tensor, second: Tensor) -> list[Tensor]:

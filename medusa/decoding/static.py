@@ -33,7 +33,7 @@ from medusa.base.causal_lm import (
     vocab_size,
 )
 from medusa.decoding.state import DecodeRequest, DecodeState
-from medusa.decoding.step import StepOutput, acceptance_of, depths_of, draft_context
+from medusa.decoding.step import RowOutput, StepOutput, acceptance_of, depths_of, draft_context
 from medusa.drafters.protocol import (
     TOKEN_RULES,
     TOPOLOGY_RULES,
@@ -111,12 +111,11 @@ class StaticState:
         num_rows, device = len(given.rows), given.lengths.device
         cache = FixedTreeCache(num_rows, len(given.cache.tree_layers), device)
         rows = DecodeState(
-            rows=list(range(num_rows)),
+            rows=given.rows,
             tokens=given.tokens.new_zeros(num_rows, 0),
             lengths=given.lengths.clone(),
             hidden=given.hidden.clone(),
             cache=cache,
-            requests=given.requests,
             seeds=None if given.seeds is None else given.seeds.clone(),
         )
         per_step = given.lengths.new_zeros(num_steps, num_rows)
@@ -144,6 +143,7 @@ class StaticState:
         """Go on from ``given``, whose rows may get ``num_left`` tokens more; it must fit the reserved
         memory."""
         rows = self.rows
+        rows.rows = given.rows
         self.cache.load(given.cache)
         width = min(rows.tokens.shape[1], given.tokens.shape[1])
         rows.tokens[:, :width] = given.tokens[:, :width]
@@ -452,13 +452,17 @@ class StaticRows:
         outputs, given = [], [0] * len(totals)
         for kept, accepted in zip(num_kept, num_accepted, strict=True):
             ends = [start + count for start, count in zip(given, kept, strict=True)]
-            tokens = [row[start:end] for row, start, end in zip(new, given, ends, strict=True)]
-            depths = [depths_of(most)[:count] for most, count in zip(accepted, kept, strict=True)]
-            is_over = [
-                over and end == total for over, end, total in zip(has_ended, ends, totals, strict=True)
+            row_outputs = [
+                RowOutput(
+                    row,
+                    new[index][given[index] : ends[index]],
+                    depths_of(accepted[index])[: kept[index]],
+                    has_ended[index] and ends[index] == totals[index],
+                )
+                for index, row in enumerate(state.rows.rows)
             ]
-            if any(tokens):
-                outputs.append(StepOutput(tokens, depths, is_over, depth, num_drafted))
+            if any(kept):
+                outputs.append(StepOutput(row_outputs, depth, num_drafted))
             given = ends
         return outputs, is_broken
 

@@ -34,7 +34,7 @@ from medusa.base.cache import MAX_REPLAY_TOKENS, TreeCache
 from medusa.base.causal_lm import CausalLM, prefill, verify, vocab_size
 from medusa.base.recurrent import StatefulCache, is_recurrent
 from medusa.decoding.adaptive import AdaptiveDrafting
-from medusa.decoding.state import DecodeRequest, DecodeState
+from medusa.decoding.state import DecodeRequest, DecodeState, Row
 from medusa.decoding.statistics import PhaseClock
 from medusa.drafters.protocol import Draft, DraftContext, Drafter, DraftValidator
 from medusa.hardware import multiplies_in_float32
@@ -74,23 +74,36 @@ class ModelRunner:
 
 
 @dataclass(frozen=True)
-class StepOutput:
-    """The output of one forward pass for the rows of a state, in their order, cut where a row ends."""
+class RowOutput:
+    """The output of a forward pass for one row, cut where the row ends; no tokens where it has failed."""
 
-    tokens: list[list[int]]
-    depths: list[list[int]]
+    row: Row
+    tokens: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
     """The depth of each token; 0 for the base model's own."""
-    has_ended: list[bool]
+    has_ended: bool = True
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each token, where the request asked for them."""
+    drafted: list[int] = field(default_factory=list)
+    """The depth of each verified draft token; empty for steps of fixed shape, which do not read it back."""
+
+    @property
+    def finish_reason(self) -> str | None:
+        """The row's own, in its last output."""
+        return self.row.finish_reason if self.has_ended else None
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """The output of one forward pass."""
+
+    rows: list[RowOutput]
     max_depth: int
     """The depth of the verified tree."""
     num_drafted: int
     """The number of its nodes without the root."""
     num_replayed: int = 0
     """Largest number of replayed tokens over the rows."""
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """Row -> one entry for each of its tokens, where its request asked for them."""
-    drafted: list[list[int]] = field(default_factory=list)
-    """The depth of each guess, row by row; empty for steps of fixed shape, which do not read it back."""
 
 
 def decode_step(
@@ -147,9 +160,9 @@ def decode_step(
     output = _cut(state, seen, draft, logprobs, num_replay_tokens)
     clock.lap("accept")
     state.commit(acceptance, hidden, draft.topology.is_chain, seen.paths)
-    is_whole = output.tokens == seen.tokens
+    new = [each.tokens for each in output.rows]
     given = acceptance.tokens(draft.tokens), acceptance.num_accepted + 1
-    state.append(output.tokens, given if is_whole else None)
+    state.append(new, given if new == seen.tokens else None)
     clock.lap("commit")
     return output
 
@@ -164,7 +177,7 @@ def _walks(state: DecodeState, draft: Draft, logits: Tensor) -> bool:
     num_nodes = draft.topology.num_nodes
     if logits.device.type != "cpu" or num_nodes == 1:
         return False
-    is_dear = state.seeds is not None or any(request.processors for request in state.requests)
+    is_dear = state.seeds is not None or any(row.request.processors for row in state.rows)
     return is_dear or len(logits) * num_nodes * logits.shape[2] > SCORES_AT_ONCE
 
 
@@ -266,31 +279,26 @@ def prefill_request(
     runner: ModelRunner,
     request: DecodeRequest,
     prefix: TreeCache,
+    rows: list[Row],
     *,
-    num_before: int = 0,
     refuses_nan: bool = False,
 ) -> tuple[DecodeState, StepOutput]:
-    """Prefill: the decode state with each row's first token, and the output with that token.
+    """Prefill: the decode state with each row's next token, and the output with that token.
 
-    ``prefix`` holds the part of the prompt that is cached already. The last ``num_before`` tokens of the
-    prompt belong to the answer, which continues. ``refuses_nan`` is a field of the state.
+    ``request`` is that of the ``rows``, its prompts with the answer so far. ``prefix`` holds the part of them
+    that is cached already. ``refuses_nan`` is a field of the state.
     """
     known = [len(prompt) for prompt in request.prompts]
     hidden, logits = runner.prefill(request.tokens, request.lengths, prefix, known=known)
     last = request.lengths[:, None] - 1
-    num_rows = len(request.lengths)
     state = DecodeState(
-        rows=list(range(num_rows)),
+        rows=rows,
         tokens=request.tokens,
         lengths=request.lengths,
         known=(request.lengths, known),
         hidden=hidden,
         cache=prefix,
-        requests=[request] * num_rows,
         seeds=request.seeds,
-        padding=request.padding,
-        references=request.references,
-        num_new=[num_before] * num_rows,
         refuses_nan=refuses_nan,
         lockstep_batch=request.lockstep_batch() if request.in_lockstep else None,
     )
@@ -302,7 +310,8 @@ def prefill_request(
     _check_numbers(state, seen.broken_rows)
     logprobs = _logprobs(state, logits[:, None], acceptance.path, seen.tokens)
     output = _cut(state, seen, lone, logprobs)
-    state.append(output.tokens, (acceptance.next_token[:, None], torch.ones_like(acceptance.num_accepted)))
+    new = [each.tokens for each in output.rows]
+    state.append(new, (acceptance.next_token[:, None], torch.ones_like(acceptance.num_accepted)))
     return state, output
 
 
@@ -352,9 +361,8 @@ def _accept_chosen(
     """The candidates that the base chooses itself, with ``noise`` by depth, or finds plausible (typical
     acceptance)."""
     if state.lockstep_batch is not None:
-        return accept_in_lockstep(
-            state.lockstep_batch, state.rows, draft.tokens, draft.topology, logits, noise
-        )
+        indices = [row.index for row in state.rows]
+        return accept_in_lockstep(state.lockstep_batch, indices, draft.tokens, draft.topology, logits, noise)
     if walks and state.request.acceptance != "typical":
         return accept_by_walking(draft.tokens, draft.topology, _choice(state, draft, logits, noise))
     scores = _scores(state, draft, logits)
@@ -449,10 +457,10 @@ def _scores_of(
 
 
 class RowsFailed(RuntimeError):
-    """A step failed because of ``rows``, named as the state names them; nothing was committed."""
+    """A step failed because of ``rows``; nothing was committed."""
 
-    def __init__(self, rows: list[int]):
-        super().__init__(f"rows {rows} made a step fail")
+    def __init__(self, rows: list[Row]):
+        super().__init__(f"{len(rows)} rows made a step fail")
         self.rows = rows
 
 
@@ -464,17 +472,13 @@ def _cut(
     num_replayed: int = 0,
 ) -> StepOutput:
     """The output of a step for each row, cut where the row ends."""
-    ends = [state.num_until_end(row, new) for row, new in enumerate(seen.tokens)]
-    return StepOutput(
-        [new[:kept] for new, (kept, _) in zip(seen.tokens, ends, strict=True)],
-        [depths_of(len(path) - 1)[:kept] for path, (kept, _) in zip(seen.paths, ends, strict=True)],
-        [has_ended for _, has_ended in ends],
-        draft.topology.max_depth,
-        draft.topology.num_nodes - 1,
-        num_replayed,
-        {row: each[: ends[row][0]] for row, each in logprobs.items()},
-        seen.depths,
-    )
+    outputs = []
+    for index, (row, new) in enumerate(zip(state.rows, seen.tokens, strict=True)):
+        kept, has_ended = state.num_until_end(index, new)
+        of_tokens = logprobs[index][:kept] if index in logprobs else None
+        depths = depths_of(len(new) - 1)[:kept]
+        outputs.append(RowOutput(row, new[:kept], depths, has_ended, of_tokens, seen.depths[index]))
+    return StepOutput(outputs, draft.topology.max_depth, draft.topology.num_nodes - 1, num_replayed)
 
 
 def _logprobs(
@@ -483,10 +487,10 @@ def _logprobs(
     """The base's log-probabilities of each row's ``tokens``, chosen along ``path`` (B, L) long from logits
     (B, N, V), for rows whose request asks for them."""
     found = {}
-    for row, request in enumerate(state.requests):
-        if request.num_logprobs is not None:
-            new = logits.new_tensor(tokens[row], dtype=torch.long)
-            found[row] = token_logprobs(logits[row, path[row, : len(new)]], new, request.num_logprobs)
+    for index, row in enumerate(state.rows):
+        if row.request.num_logprobs is not None:
+            new, nodes = logits.new_tensor(tokens[index], dtype=torch.long), path[index, : len(tokens[index])]
+            found[index] = token_logprobs(logits[index, nodes], new, row.request.num_logprobs)
     return found
 
 

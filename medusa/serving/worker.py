@@ -18,8 +18,9 @@ from typing import Any
 
 from medusa.acceptance.grammar import GrammarFailed
 from medusa.acceptance.sampling import TokenLogprobs
-from medusa.decoding.batch import Batch, QueueFull, Row, RowOutput
-from medusa.decoding.state import DecodeRequest
+from medusa.decoding.batch import Batch, QueueFull
+from medusa.decoding.state import DecodeRequest, Row
+from medusa.decoding.step import RowOutput
 from medusa.hardware import release_threads
 from medusa.serving.metrics import ServerMetrics
 from medusa.serving.output_parser import overlap

@@ -341,8 +341,7 @@ def test_a_processor_that_raises_ends_its_own_request_alone(monkeypatch):
     batch.add(bad)
     batch.step()
     broken = LogitsProcessorList([Raises([3])])
-    state = batch._state
-    state.requests[1] = replace(state.requests[1], processors=broken)
+    bad.request = replace(bad.request, processors=broken)
     while batch.is_busy:
         batch.step()
     assert (bad.finish_reason, str(bad.error)) == ("error", "no")

@@ -24,8 +24,8 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from medusa.base.causal_lm import common_context, end_ids
 from medusa.conversations import ANSWER_KEYS, Message, as_openai, check_keepable, read_messages
-from medusa.decoding.batch import Batch, BatchLimits, Row
-from medusa.decoding.state import DecodeRequest
+from medusa.decoding.batch import Batch, BatchLimits
+from medusa.decoding.state import DecodeRequest, Row
 from medusa.model import MedusaModel
 from medusa.prompts import encode_messages, split_reasoning
 
