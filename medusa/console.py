@@ -102,6 +102,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def megabytes(size: float) -> str:
+    """A number of bytes in words."""
+    return f"{size / 1e6:,.1f} MB"
+
+
 SECONDS_BETWEEN_LINES = 10.0
 """Where there is no terminal."""
 

@@ -21,6 +21,7 @@ ForeignName = Literal["vllm-medusa", "vllm-eagle3", "speculators"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Precision of a base model."""
 
+NOT_UTF8 = "must be UTF-8 text, and is not; convert it first, for example with iconv"
 SETTING_OF = {"draft_model": "draft-model", "exit_layer": "early-exit", "eagle3": "eagle3"}
 """Setting of a single drafter -> that drafter."""
 
@@ -57,6 +58,15 @@ class TemplateOptions:
         """All of it, by the names that templates know."""
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         return {**thinking, **self._kwargs}
+
+
+def checked_utf8(text: str, where: str) -> str:
+    """``text``, which came from outside the program."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} {NOT_UTF8}") from error
+    return text
 
 
 def check_at_least(options: Any, lowest: float, *names: str) -> None:

@@ -24,7 +24,6 @@ from medusa.cli.option_types import ChatOptions, GenerateOptions
 from medusa.cli.options import command, to_argv
 from medusa.cli.terminal import (
     WrappedText,
-    checked_utf8,
     piped_lines,
     stop_button,
     typed_questions,
@@ -37,6 +36,7 @@ from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
 from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
+from medusa.options import checked_utf8
 from medusa.prompts import Prompt, encode_messages, encode_text, read_prompts
 from medusa.text_stream import TextStream
 from medusa.trees.candidate_tree import CandidateTree

@@ -33,7 +33,7 @@ from medusa.cli.options import (
     how_to_train,
     to_argv,
 )
-from medusa.console import counted, log_console, track
+from medusa.console import counted, log_console, megabytes, track
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.decoding.steps import check_step
 from medusa.drafters.protocol import Drafter
@@ -44,7 +44,6 @@ from medusa.heads.adapter import apply_adapter
 from medusa.heads.autoregressive_head import Heads, check_heads_fit_source
 from medusa.heads.calibration import AnsweredTokens
 from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, load_heads, own_heads
-from medusa.interop.protocol import megabytes
 from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
 from medusa.options import Dtype, Engine, StepKind, TemplateOptions

@@ -37,7 +37,7 @@ class Command:
 COMMANDS = {
     "chat": Command("chat:chat", "option_types:ChatOptions", "talk with a model"),
     "generate": Command("chat:generate", "option_types:GenerateOptions", "answer one prompt"),
-    "serve": Command("serve:serve", "option_types:ServeOptions", "answer over HTTP, as OpenAI's servers do"),
+    "serve": Command("serve:serve", "serve:ServeOptions", "answer over HTTP, as OpenAI's servers do"),
     "fetch": Command(
         "fetch:fetch", "option_types:FetchOptions", "get the small model that is used by default"
     ),
@@ -58,7 +58,7 @@ COMMANDS = {
     ),
     "push": Command("interop:push", "option_types:PushOptions", "publish heads on the Hugging Face hub"),
 }
-"""Each is imported on demand; options in :mod:`medusa.cli.option_types` are read without torch."""
+"""Each is imported on demand; options in :mod:`medusa.cli.option_types` and in ``serve`` are read without torch."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,9 +16,15 @@ from medusa.cli.options import (
     PromptOptions,
     ReportOptions,
 )
-from medusa.cli.terminal import checked_utf8
-from medusa.options import Dtype, ForeignName, TemplateOptions, check_above, check_at_least, check_read_by
-from medusa.serving.settings import AccessOptions, AddressOptions, ServiceOptions
+from medusa.options import (
+    Dtype,
+    ForeignName,
+    TemplateOptions,
+    check_above,
+    check_at_least,
+    check_read_by,
+    checked_utf8,
+)
 
 
 @dataclass(frozen=True)
@@ -110,27 +116,6 @@ class GenerateOptions(AnsweringOptions):
             )
         if self.replies.plain and self.prediction is not None:
             raise ValueError("plain guesses nothing, and prediction is for guessing; give one of them")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """Answer over HTTP as OpenAI's servers do: /v1/chat/completions, /v1/responses, /v1/completions,
-    /v1/models, /tokenize, /detokenize, /version, /health, /metrics. Requests are decoded together, and each
-    gets the same text as in a batch of its own.
-
-        medusa serve
-        medusa serve --engine int8 --max-rows 8
-        medusa serve --host 0.0.0.0 --api-key SECRET
-
-        curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
-            -d '{"messages": [{"role": "user", "content": "Hello!"}], "stream": true}'
-    """
-
-    model: ModelOptions = ModelOptions()
-    template: TemplateOptions = TemplateOptions()
-    service: ServiceOptions = ServiceOptions()
-    address: AddressOptions = AddressOptions()
-    access: AccessOptions = AccessOptions()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,17 +5,40 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from medusa.cli.loading import load_model
-from medusa.cli.option_types import ServeOptions
+from medusa.cli.options import ModelOptions
 from medusa.console import log_console
+from medusa.options import TemplateOptions
+from medusa.serving.settings import AccessOptions, AddressOptions, ServiceOptions
 
 KEY_VARIABLE = "MEDUSA_API_KEY"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Answer over HTTP as OpenAI's servers do: /v1/chat/completions, /v1/responses, /v1/completions,
+    /v1/models, /tokenize, /detokenize, /version, /health, /metrics. Requests are decoded together, and each
+    gets the same text as in a batch of its own.
+
+        medusa serve
+        medusa serve --engine int8 --max-rows 8
+        medusa serve --host 0.0.0.0 --api-key SECRET
+
+        curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+            -d '{"messages": [{"role": "user", "content": "Hello!"}], "stream": true}'
+    """
+
+    model: ModelOptions = ModelOptions()
+    template: TemplateOptions = TemplateOptions()
+    service: ServiceOptions = ServiceOptions()
+    address: AddressOptions = AddressOptions()
+    access: AccessOptions = AccessOptions()
+
+
 def serve(options: ServeOptions) -> list[str]:
     """Serve until SIGINT or SIGTERM."""
+    from medusa.cli.loading import load_model  # which imports torch, as all of these do
     from medusa.serving.gate import is_loopback
     from medusa.serving.server import bound_socket, check_certificate, run_server
     from medusa.serving.service import Service

@@ -18,6 +18,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from medusa.console import log_console
+from medusa.options import NOT_UTF8, checked_utf8
 
 try:
     import termios
@@ -144,23 +145,10 @@ def piped_lines(console: Console) -> Iterator[str]:
         yield line
 
 
-def checked_utf8(text: str, where: str) -> str:
-    """``text``, which came from outside the program."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(_no_utf8(where)) from error
-    return text
-
-
 def utf8_lines() -> Iterator[str]:
     """The lines of standard input."""
     try:
         for line in sys.stdin:
             yield checked_utf8(line, "standard input")
     except UnicodeDecodeError as error:
-        raise ValueError(_no_utf8("standard input")) from error
-
-
-def _no_utf8(where: str) -> str:
-    return f"{where} must be UTF-8 text, and is not; convert it first, for example with iconv"
+        raise ValueError(f"standard input {NOT_UTF8}") from error

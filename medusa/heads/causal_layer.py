@@ -8,7 +8,6 @@ Shapes: D hidden, E entries, S entries that can be seen.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -19,13 +18,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRotaryEmbedding
 
 from medusa.base.causal_lm import CausalLM, hidden_size
-from medusa.options import check_counts, is_count
+from medusa.heads.draft_vocab import MAX_SIZE
+from medusa.options import check_counts
 
-MAX_SIZE = 2**24
-"""Largest hidden size or vocabulary that is read: far above any model's. A file with a larger number is
-refused before memory is allocated."""
-MAX_LAYERS = 4096
-"""Largest number of layers, of a head or of a base."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that a layer takes over from its base; types that change with the length of the text are
 left out."""
@@ -84,18 +79,6 @@ class LayerConfig:
             max_position_embeddings=getattr(text, "max_position_embeddings", None) or 2048,
             **options,
         )
-
-
-def checked_layers(layers: Any, least: int = 0) -> tuple[int, ...]:
-    """``fused_layers`` as a tuple; ValueError unless they are ``least`` or more, ascending."""
-    if isinstance(layers, (list, tuple)) and len(layers) >= least:
-        ascends = all(is_count(layer, MAX_LAYERS) for layer in layers) and list(layers) == sorted(set(layers))
-        if ascends:
-            return tuple(layers)
-    raise ValueError(
-        f"fused_layers must be different ints from 1 to {MAX_LAYERS}, in ascending order"
-        f"{f', at least {least}' if least else ''}, got {reprlib.repr(layers)}"
-    )
 
 
 def _check_rope(parameters: Any) -> None:

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa.base.causal_lm import embedding_rows, embedding_weight
+from medusa.options import is_count
+
+MAX_SIZE = 2**24
+"""Largest hidden size or vocabulary that is read: far above any model's. A file with a larger number is
+refused before memory is allocated."""
+MAX_LAYERS = 4096
+"""Largest number of layers, of a head or of a base."""
 
 
 class DraftVocab(nn.Module):
@@ -123,3 +130,15 @@ def checked_token_map(vocab_size: int, size: int | None, token_map: Sequence[int
             f"token_map ids must be in [0, {vocab_size}), got {int(ids.min())} to {int(ids.max())}"
         )
     return ids
+
+
+def checked_layers(layers: Any, least: int = 0) -> tuple[int, ...]:
+    """``fused_layers`` as a tuple; ValueError unless they are ``least`` or more, ascending."""
+    if isinstance(layers, (list, tuple)) and len(layers) >= least:
+        ascends = all(is_count(layer, MAX_LAYERS) for layer in layers) and list(layers) == sorted(set(layers))
+        if ascends:
+            return tuple(layers)
+    raise ValueError(
+        f"fused_layers must be different ints from 1 to {MAX_LAYERS}, in ascending order"
+        f"{f', at least {least}' if least else ''}, got {reprlib.repr(layers)}"
+    )

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
 from medusa.heads.autoregressive_head import AutoregressiveHead, Drafted
-from medusa.heads.causal_layer import MAX_SIZE, CausalLayer, LayerConfig, checked_layers
+from medusa.heads.causal_layer import CausalLayer, LayerConfig
+from medusa.heads.draft_vocab import MAX_SIZE, checked_layers
 from medusa.heads.medusa_heads import MAX_DEPTH
 from medusa.options import check_counts
 

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa.base.causal_lm import embedding_rows
-from medusa.heads.causal_layer import MAX_LAYERS, MAX_SIZE, checked_layers
-from medusa.heads.draft_vocab import DraftVocab
+from medusa.heads.draft_vocab import MAX_LAYERS, MAX_SIZE, DraftVocab, checked_layers
 from medusa.options import check_counts
 
 MAX_DEPTH = 256

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
 from medusa.heads.autoregressive_head import AutoregressiveHead, Drafted
-from medusa.heads.causal_layer import MAX_LAYERS, MAX_SIZE
+from medusa.heads.draft_vocab import MAX_LAYERS, MAX_SIZE
 from medusa.heads.medusa_heads import MAX_DEPTH
 from medusa.options import check_counts, is_count
 

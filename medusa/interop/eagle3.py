@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM, embedding_weight, lm_head, vocab_size
+from medusa.console import megabytes
 from medusa.files import read_json
 from medusa.heads.causal_layer import DEFAULT_THETA
 from medusa.heads.draft_vocab import checked_token_map
@@ -51,7 +52,6 @@ from medusa.interop.protocol import (
     check_fits,
     checked_against_config,
     config_in,
-    megabytes,
     named_base,
     tree_changes,
     vllm_command,

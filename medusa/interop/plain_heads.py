@@ -28,7 +28,7 @@ from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM, embedding_weight, lm_head, logit_scale, vocab_size
 from medusa.files import read_json
-from medusa.heads.causal_layer import MAX_LAYERS
+from medusa.heads.draft_vocab import MAX_LAYERS
 from medusa.heads.fingerprint import TOLERANCE, relative_distance
 from medusa.heads.medusa_heads import MAX_DEPTH, HeadsConfig, MedusaHeads, Unembedding
 from medusa.heads.tensor_files import (

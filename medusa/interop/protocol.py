@@ -211,8 +211,3 @@ def vllm_command(method: str, directory: str, base: str, num_heads: int) -> str:
     """The command that serves an export with vLLM, which would guess the method from the directory's name."""
     settings = json.dumps({"method": method, "model": directory, "num_speculative_tokens": num_heads})
     return shlex.join(["vllm", "serve", base, "--speculative-config", settings])
-
-
-def megabytes(size: float) -> str:
-    """A number of bytes in words."""
-    return f"{size / 1e6:,.1f} MB"

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from medusa.console import megabytes
 from medusa.files import read_json
 from medusa.heads.checkpoint import kind_of
 from medusa.heads.medusa_heads import MedusaHeads
@@ -45,7 +46,6 @@ from medusa.interop.protocol import (
     check_belongs,
     checked_against_config,
     config_in,
-    megabytes,
     named_base,
     tree_changes,
     vllm_command,

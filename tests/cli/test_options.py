@@ -5,7 +5,7 @@ import pytest
 import tyro
 
 from medusa.cli.benchmark import BenchmarkOptions
-from medusa.cli.option_types import ReplyOptions, ServeOptions
+from medusa.cli.option_types import ReplyOptions
 from medusa.cli.options import (
     AnswerOptions,
     DrafterOptions,
@@ -14,6 +14,7 @@ from medusa.cli.options import (
     flag_types,
     parse,
 )
+from medusa.cli.serve import ServeOptions
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from conftest import CHECKOUT, REAL_BASE
 from tiny_chat import chat_model, save_chat_model
 from tiny_server import tiny_service, wait_until
 
-from medusa.cli import serve
+from medusa.cli import loading
 from medusa.cli.main import main
 from medusa.serving import server
 from medusa.serving.settings import AccessOptions, AddressOptions
@@ -84,7 +84,7 @@ def test_a_key_that_is_none_starts_no_server(monkeypatch, capsys, flags, variabl
     monkeypatch.delenv("MEDUSA_API_KEY", raising=False)
     if variable is not None:
         monkeypatch.setenv("MEDUSA_API_KEY", variable)
-    monkeypatch.setattr(serve, "load_model", lambda *_: pytest.fail("a model is loaded"))
+    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("a model is loaded"))
     try:
         status = main(["serve", "--host", host, *flags])
     except SystemExit as ended:
@@ -122,7 +122,7 @@ def test_another_host_without_a_key_is_warned_of(directories, monkeypatch, capsy
 
 
 def test_a_port_in_use_is_said_before_a_model_is_loaded(monkeypatch, capsys):
-    monkeypatch.setattr(serve, "load_model", lambda *_: pytest.fail("a model is loaded"))
+    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("a model is loaded"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -219,7 +219,7 @@ def test_with_a_certificate_a_server_answers_over_https_alone(monkeypatch, certi
 def test_a_certificate_that_is_none_is_said_before_a_model_is_loaded(
     monkeypatch, capsys, certificate, tmp_path
 ):
-    monkeypatch.setattr(serve, "load_model", lambda *_: pytest.fail("a model is loaded"))
+    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("a model is loaded"))
     wrong = tmp_path / "wrong.pem"
     wrong.write_text("nothing")
     for flags, told in (
