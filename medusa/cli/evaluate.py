@@ -24,7 +24,7 @@ from medusa.cli.loading import (
 from medusa.cli.options import GrowingInts, ModelOptions, ProgramOptions, command, to_argv
 from medusa.console import counted, log_console, track
 from medusa.drafters.registry import DrafterFactory
-from medusa.engine import resolved_engine
+from medusa.engine.engine_state import resolved_engine
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.measurement import comparison, evaluation
 from medusa.measurement.comparison import COMPARED_SIZES, NamedHeads, ranked, read_named, split_label

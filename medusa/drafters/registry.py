@@ -42,7 +42,7 @@ from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.protocol import Drafter, PlainDrafter, not_capturable
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
-from medusa.engine import Engine, apply_engine
+from medusa.engine.engine_state import apply_engine
 from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_unsupported_reason
 from medusa.heads.autoregressive_head import AutoregressiveHead, Heads, check_heads_fit
@@ -50,7 +50,7 @@ from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa.heads.eagle3 import Eagle3Head
 from medusa.heads.fingerprint import warn_of_another_base
 from medusa.heads.mtp import mtp_unsupported_reason, own_head
-from medusa.options import StepKind, check_at_least
+from medusa.options import Engine, StepKind, check_at_least
 from medusa.trees.candidate_tree import CandidateTree
 
 DEFAULT_DRAFT_LENGTH = 4

@@ -1,20 +1,77 @@
-"""The engine's modules for a base and its heads, and whether they are still valid."""
+"""Applies an engine: its modules for a base and its heads, and whether they are still valid."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import get_args
 
 import torch
 
 from medusa.base.causal_lm import CausalLM, lm_head, lm_head_device
-from medusa.engine import Engine, apply_engine, resolved_engine
+from medusa.console import log_console
+from medusa.engine.kernels import kernels_unsupported_reason
 from medusa.engine.optimized_heads import optimized_heads
 from medusa.engine.snapshot import Snapshot, alteration_of
-from medusa.engine.views import packed_as
+from medusa.engine.views import float32_unsupported_reason, packed_as, packed_unsupported_reason, view_of
 from medusa.hardware import device_name
 from medusa.heads.adapter import folded
 from medusa.heads.autoregressive_head import Heads, check_heads_fit
+from medusa.options import Engine
 from medusa.trees.tuned_trees import Runtime
+
+
+def apply_engine(base: CausalLM, engine: Engine) -> CausalLM:
+    """The model to decode with: ``base`` itself, or a view of it that shares its parameters.
+
+    Raises:
+        ValueError: unknown engine, or one that cannot run this model; the message names the missing
+        requirement.
+    """
+    engine = resolved_engine(base, engine)
+    if engine == "eager":
+        return base
+    if packed_as(base) is not None:
+        if base.dtype != torch.float32 or base.device.type != "cpu":
+            raise ValueError(
+                f"engine={engine!r} holds the weights of the base packed, for float32 on a CPU, and it has "
+                f"been cast or moved since, to {base.dtype} on {base.device}; load it again"
+            )
+        return base
+    if (lacks := packed_unsupported_reason(base)) is not None:
+        raise ValueError(f"engine={engine!r} needs {lacks}; use engine='eager'")
+    return view_of(base, int8=engine == "int8")
+
+
+def resolved_engine(base: CausalLM, engine: Engine) -> Engine:
+    """``engine``, with "auto" resolved for this model.
+
+    Raises:
+        ValueError: unknown engine.
+    """
+    if engine not in get_args(Engine):
+        raise ValueError(f"engine must be one of {get_args(Engine)}, got {engine!r}")
+    if (held := packed_as(base)) is not None:
+        if engine not in ("auto", held):
+            raise ValueError(
+                f"engine={engine!r} needs the weights of the base, which was loaded for engine={held!r} and "
+                "holds them packed; load it again for the other"
+            )
+        return held
+    if engine == "auto":
+        if float32_unsupported_reason(base) is not None:
+            return "eager"
+        if (lacks := kernels_unsupported_reason()) is not None:
+            _say_once(lacks)
+            return "eager"
+        return "packed"
+    return engine
+
+
+@functools.cache
+def _say_once(lacks: str) -> None:
+    text = f"engine='auto' runs eager, several times slower: packed needs {lacks}"
+    log_console().print(text, style="dim", soft_wrap=True)
 
 
 class EngineState:
@@ -40,7 +97,7 @@ class EngineState:
             device_name(lm_head_device(base)), str(base.dtype).removeprefix("torch."), name
         )
         """The runtime: a tuned tree is used only where it was timed on the same one."""
-        self._snapshot = self._new_snapshot()
+        self._snapshot = Snapshot(*filter(None, (base, heads)))
 
     def is_current(self) -> bool:
         """Whether an answer can start; false where the state must be rebuilt first: ``auto`` falls back for
@@ -101,6 +158,3 @@ class EngineState:
     def _is_cast(self) -> bool:
         """Whether ``torch.autocast`` has the base compute in another precision."""
         return torch.is_autocast_enabled(lm_head_device(self.base).type)
-
-    def _new_snapshot(self) -> Snapshot:
-        return Snapshot(self.base) if self.heads is None else Snapshot(self.base, self.heads)

@@ -18,7 +18,7 @@ from medusa.base.causal_lm import lm_head
 from medusa.decoding.adaptive import OPTIONAL_NODE_PROB
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.protocol import DraftContext, topology_violations
-from medusa.engine import apply_engine
+from medusa.engine.engine_state import apply_engine
 from medusa.engine.optimized_heads import optimized_heads
 from medusa.engine.views import packed_unsupported_reason
 

@@ -15,9 +15,9 @@ from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.assets import cache_home
 from medusa.base.causal_lm import lm_head, new_cache, prefill, verify
 from medusa.decoding.batch import BatchLimits, Row
-from medusa.engine import apply_engine
 from medusa.engine import compiled as compiled_passes
 from medusa.engine.compiled import CompiledPass, layers_unsupported_reason, library_paths
+from medusa.engine.engine_state import apply_engine
 from medusa.engine.kernels import kernels_unsupported_reason
 from medusa.engine.programs import Part, Program
 from medusa.engine.views import packed_unsupported_reason

@@ -15,7 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.causal_lm import new_cache, prefill, verify
-from medusa.engine import apply_engine, kernels
+from medusa.engine import kernels
+from medusa.engine.engine_state import apply_engine
 from medusa.engine.kernels import PackedLinear
 from medusa.engine.optimized_heads import optimized_heads
 from medusa.engine.views import (

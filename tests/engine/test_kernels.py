@@ -25,12 +25,12 @@ from test_candidate_tree import trees
 from test_causal_lm import OTHERS
 from torch import nn
 
-from medusa import CandidateTree, MedusaModel, engine
+from medusa import CandidateTree, MedusaModel
 from medusa.acceptance import sampling
 from medusa.acceptance.sampling import hashed_bits
 from medusa.base.attention import TREE_ATTENTION, seen_slots, tree_attention_masks
 from medusa.base.causal_lm import new_cache, prefill, verify
-from medusa.engine import kernels
+from medusa.engine import engine_state, kernels
 from medusa.engine.kernels import (
     HugePages,
     PackedMatmul,
@@ -512,11 +512,11 @@ def test_the_logits_of_a_node_are_the_same_bits_alone_in_a_tree_and_in_a_batch(a
 def unbuilt(monkeypatch, tmp_path):
     """A cache of one's own, in which nothing has been built; calls that build are made anew."""
     monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
-    for function in (kernels.kernels_unsupported_reason, engine._say_once):
+    for function in (kernels.kernels_unsupported_reason, engine_state._say_once):
         function.cache_clear()
     yield tmp_path / "compiled"
     monkeypatch.undo()
-    for function in (kernels.kernels_unsupported_reason, engine._say_once):
+    for function in (kernels.kernels_unsupported_reason, engine_state._say_once):
         function.cache_clear()
 
 

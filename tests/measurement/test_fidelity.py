@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 from tiny_chat import chat_base
 
-from medusa.engine import apply_engine
+from medusa.engine.engine_state import apply_engine
 from medusa.heads.calibration import AnsweredTokens
 from medusa.measurement.evaluation import add_fidelity_table, compared, distances, fidelity, reader_of
 from medusa.measurement.report import Report
