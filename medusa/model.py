@@ -22,7 +22,7 @@ from medusa.decoding.batch import Batch, BatchLimits, StepResult, decode
 from medusa.decoding.request import check_arguments, decode_request, joined_sequences, with_stop_strings
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
-from medusa.decoding.steps import Steps, check_step
+from medusa.decoding.steps import Steps, check_step, compiled_unsupported_reason
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.references import References, SuffixCorpus, references_of
 from medusa.drafters.registry import MAX_OPTIONAL_NODES, DrafterFactory, DrafterSettings
@@ -34,7 +34,7 @@ from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, check_tree_fits,
 from medusa.hub import HUB_ARGUMENTS
 from medusa.options import Engine, StepKind, check_read_by
 from medusa.trees.candidate_tree import CandidateTree
-from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for, tuned_for
+from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ class MedusaModel:
         self._engine_state = state
         self._steps, self._drafters = Steps(state.runner, state.optimized_heads), DrafterFactory(self)
         self._costs = DraftCosts()
-        self.tuned = tuned_for(self.tuned, self.runtime)
+        here = (tuned for tuned in self.tuned if tuned.runtime == self.runtime)
+        self.tuned = tuple(sorted(here, key=lambda tuned: tuned.batch_size))
         release_threads()
 
     @property
@@ -292,7 +293,7 @@ class MedusaModel:
     @property
     def can_compile(self) -> bool:
         """Whether :meth:`compile` has all that it needs here."""
-        return self._steps.can_compile
+        return compiled_unsupported_reason(self.runner) is None
 
     @property
     def is_compiled(self) -> bool:
@@ -302,7 +303,7 @@ class MedusaModel:
     @property
     def library_paths(self) -> list[Path]:
         """Where the libraries of :meth:`compile` are, or will be."""
-        return self._steps.libraries.paths()
+        return self._steps.library_paths()
 
     def compile(self) -> float:
         """Compile or load the libraries of ``step="compiled"`` for base and heads. Returns the seconds that
@@ -312,7 +313,7 @@ class MedusaModel:
             ValueError: this engine compiles no pass, or something is missing.
         """
         check_step("compiled", self.runner)
-        seconds = self._steps.libraries.compiled_pass()[1]
+        seconds = self._steps.compiled_pass()[1]
         release_threads()
         return seconds
 
@@ -496,13 +497,13 @@ class MedusaModel:
 
     def _call_transformers(self, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments that ``transformers``' ``generate`` passes to a decoding method."""
-
-        def handed_over(_base: CausalLM, input_ids: Tensor, **rest: Any) -> dict[str, Any]:
-            return {"input_ids": input_ids, **rest}
-
         check_arguments(arguments)
         arguments = with_stop_strings(arguments, self.base, lambda: self.tokenizer)
-        return self.base.generate(inputs, custom_generate=handed_over, **arguments)
+        return self.base.generate(
+            inputs,
+            custom_generate=lambda _base, input_ids, **rest: {"input_ids": input_ids, **rest},
+            **arguments,
+        )
 
     def _decoded(
         self,
@@ -537,7 +538,7 @@ class MedusaModel:
             needs_features=plan.drafter.needs_features,
             is_streamed=is_streamed,
         )
-        return _releasing_threads(decode(batch, request))
+        return decode(batch, request)
 
     def _joined(
         self, call: dict[str, Any], options: _Options, streamer: BaseStreamer | None
@@ -618,11 +619,3 @@ class MedusaModel:
                 f"one path, got a tree of {tree.num_nodes} nodes that is {tree.depth} deep; pass "
                 f"CandidateTree.chain({tree.depth})"
             )
-
-
-def _releasing_threads(steps: Iterator[StepResult]) -> Iterator[StepResult]:
-    """``steps``, after which the next call may come from another thread."""
-    try:
-        yield from steps
-    finally:
-        release_threads()

@@ -14,7 +14,6 @@ Buffers grow in steps as tokens come, never to the model's maximum context.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -183,7 +182,7 @@ class TreeCache(Cache):
             known = [row[:count] for row, count in rows]
         if not is_chain and any(row != list(range(len(row))) for row in known):
             self._move(path)
-        self._set_lengths(self.lengths + num_kept, _sums(self.known_lengths, map(len, known)))
+        self.commit_prefix(num_kept, [*map(len, known)])
 
     def _move(self, path: Tensor) -> None:
         """Put the nodes of ``path`` (B, L) long in order, after each row's last committed token."""
@@ -201,7 +200,8 @@ class TreeCache(Cache):
         """Keep the first ``num_kept`` (B,) long tokens of the pass, as a prompt is kept; ``known`` are the
         same numbers, where the host has them."""
         known = num_kept.tolist() if known is None else known
-        self._set_lengths(self.lengths + num_kept, _sums(self.known_lengths, known))
+        sums = [length + kept for length, kept in zip(self.known_lengths, known, strict=True)]
+        self._set_lengths(self.lengths + num_kept, sums)
 
     def uncommit_last(self) -> None:
         """Make each row's last committed token node 0 of the tree to come, as if it were not committed."""
@@ -387,7 +387,12 @@ class TreeCacheLayer(CacheLayerMixin):
         if self.entries and num_slots > self.capacity:
             wanted = max(num_slots, self.under_way.expected)
             used = min(self.capacity, max(self.under_way.num_slots, self.under_way.longest))
-            self.set_buffers([_grown(entries, wanted, used) for entries in self.entries])
+            buffers = []
+            for entries in self.entries:
+                rows, heads, _, width = entries.shape
+                buffers.append(_zeros(entries, (rows, heads, _rounded_up(wanted), width)))
+                buffers[-1][:, :, :used] = entries[:, :, :used]
+            self.set_buffers(buffers)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots ``source`` (B, L) long to ``target`` (B, L) long of each row."""
@@ -430,10 +435,6 @@ class TreeCacheLayer(CacheLayerMixin):
         return -1
 
 
-def _sums(first: Iterable[int], second: Iterable[int]) -> list[int]:
-    return [one + other for one, other in zip(first, second, strict=True)]
-
-
 def _along_entries(slots: Tensor, entries: Tensor) -> Tensor:
     """Slots (B, L) expanded to index the slot dimension of ``entries`` (B, heads, capacity, width)."""
     _, heads, _, width = entries.shape
@@ -445,15 +446,6 @@ def _with_rows(entries: Tensor, num_rows: int) -> Tensor:
     buffer = _zeros(entries, (num_rows, *entries.shape[1:]))
     buffer[: len(entries)] = entries
     return buffer
-
-
-def _grown(entries: Tensor, num_slots: int, num_used: int) -> Tensor:
-    """The first ``num_used`` slots of ``entries`` (B, heads, capacity, width), with room for ``num_slots`` in
-    whole steps."""
-    batch, heads, _, width = entries.shape
-    grown = _zeros(entries, (batch, heads, _rounded_up(num_slots), width))
-    grown[:, :, :num_used] = entries[:, :, :num_used]
-    return grown
 
 
 def _rounded_up(num_slots: int) -> int:

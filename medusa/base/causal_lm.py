@@ -155,19 +155,6 @@ def decoder_layers(base: CausalLM) -> nn.ModuleList:
     raise ValueError(f"{type(base).__name__} has no list of its {count} decoder layers: none can be read")
 
 
-def _layers_numbered(base: CausalLM, numbers: Sequence[int]) -> list[nn.Module]:
-    if not numbers:
-        return []
-    layers = decoder_layers(base)
-    for number in numbers:
-        if not 1 <= number <= len(layers):
-            raise ValueError(
-                f"fused_layers must be in [1, {len(layers)}], the decoder layers of {base.name_or_path!r}, "
-                f"got {number}"
-            )
-    return [layers[number - 1] for number in numbers]
-
-
 def layers_of(hidden: Tensor, given: Sequence[int], wanted: Sequence[int]) -> Tensor:
     """Hidden states (..., (1 + W) * D) with the layers ``wanted``, selected from states with the layers
     ``given``."""
@@ -453,10 +440,16 @@ def capture_hidden_states(
 
         return note
 
-    modules = _layers_numbered(base, layers)
+    modules = decoder_layers(base) if layers else nn.ModuleList()
+    for number in layers:
+        if not 1 <= number <= len(modules):
+            raise ValueError(
+                f"fused_layers must be in [1, {len(modules)}], the decoder layers of {base.name_or_path!r}, "
+                f"got {number}"
+            )
     handles = [lm_head(base).register_forward_pre_hook(look)]
-    for index, module in enumerate(modules, start=1):
-        handles.append(module.register_forward_hook(look_at(index)))
+    for index, number in enumerate(layers, start=1):
+        handles.append(modules[number - 1].register_forward_hook(look_at(index)))
     try:
         yield seen
     finally:

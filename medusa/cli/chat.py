@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from medusa.base.causal_lm import context_length, end_ids
 from medusa.cli.loading import load_for_replies
@@ -354,29 +353,27 @@ def generate(options: GenerateOptions) -> list[str]:
     if (path := options.prediction) is not None:
         given = path.read_text(encoding="utf-8", errors="surrogateescape")
         prediction = checked_utf8(given, f"prediction, which is in {path},")
+    if options.raw:
+        encoded = encode_text(model.tokenizer, prompt, model.device)
+    else:
+        text = options.replies.system
+        system: list[Message] = [] if text is None else [{"role": "system", "content": text}]
+        asked: list[Message] = [*system, {"role": "user", "content": prompt}]
+        encoded = encode_messages(model.tokenizer, asked, model.device, options.template.template_kwargs)
     statistics = DecodingStatistics()
     arguments: dict[str, Any] = {
-        **_encoded_prompt(model, prompt, options),
+        **encoded,
         **options.sampling,
         "max_new_tokens": options.answers.max_new_tokens,
         "seed": options.answers.seed,
         "drafter": drafter,
         "prediction": prediction,
     }
-    text = TextStream(model.tokenizer)
+    stream = TextStream(model.tokenizer)
     for step in model.stream(**arguments, statistics=statistics):
-        sys.stdout.write("".join(text.feed(token) for token in step.tokens[0]))
+        sys.stdout.write("".join(stream.feed(token) for token in step.tokens[0]))
         sys.stdout.flush()
-    sys.stdout.write(text.finish() + "\n")
+    sys.stdout.write(stream.finish() + "\n")
     seconds = statistics.prefill_seconds + statistics.decode_seconds
     log_console().print(_cost_line(statistics, seconds), style="dim")
     return [command("chat", *to_argv(options.model))]
-
-
-def _encoded_prompt(model: MedusaModel, prompt: str, options: GenerateOptions) -> dict[str, Tensor]:
-    if options.raw:
-        return encode_text(model.tokenizer, prompt, model.device)
-    text = options.replies.system
-    system: list[Message] = [] if text is None else [{"role": "system", "content": text}]
-    asked, template_kwargs = [*system, {"role": "user", "content": prompt}], options.template.template_kwargs
-    return encode_messages(model.tokenizer, asked, model.device, template_kwargs)

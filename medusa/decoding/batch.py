@@ -46,7 +46,7 @@ from medusa.decoding.step import (
 )
 from medusa.drafters.protocol import Drafter, DraftValidator
 from medusa.drafters.references import References
-from medusa.hardware import available_memory, sent
+from medusa.hardware import available_memory, release_threads, sent
 from medusa.options import check_at_least
 
 PREFIX_TOKENS = 32768
@@ -269,22 +269,18 @@ class Batch:
     @torch.no_grad()
     def step_outputs(self) -> list[list[RowOutput]]:
         """As :meth:`step`, one list for each forward pass: static steps run several in a turn."""
-        with pinned_attention(self._device):
-            return self._step_outputs()
-
-    def _step_outputs(self) -> list[list[RowOutput]]:
         is_single_request = self.limits is SINGLE_REQUEST
-        if not is_single_request:  # whose rows stay as they were
-            self._staleness_check(False)
-        reads = bool(self.waiting or self._prefills) and not (self._state and self._has_read)
-        self._has_read = reads
-        if reads:
-            outputs = [self._prefill_chunk()]
-        else:
-            outputs = self._decode() if self._state else []
-        if is_single_request and (self._is_streamed or not self.is_busy):
-            self._staleness_check(False)  # no token of other weights is handed out
-        return outputs
+        with pinned_attention(self._device):
+            if not is_single_request:  # whose rows stay as they were
+                self._staleness_check(False)
+            self._has_read = bool(self.waiting or self._prefills) and not (self._state and self._has_read)
+            if self._has_read:
+                outputs = [self._prefill_chunk()]
+            else:
+                outputs = self._decode() if self._state else []
+            if is_single_request and (self._is_streamed or not self.is_busy):
+                self._staleness_check(False)  # no token of other weights is handed out
+            return outputs
 
     def _prefill_chunk(self) -> list[RowOutput]:
         """Prefill up to ``chunk`` tokens: half of the budget is reserved for the oldest prompt, the rest goes
@@ -310,7 +306,7 @@ class Batch:
             except Exception as error:  # whatever a request does to the model is its own loss
                 self._prefills = [each for each in self._prefills if each is not prefill]
                 outputs += [self._failed(row, _cause(error)) for row in prefill.rows]
-        self._clock.lap_prefill()
+        self._clock.lap("prefill")
         return outputs
 
     def _begin_prefill(self) -> bool:
@@ -411,22 +407,19 @@ class Batch:
         self.statistics.num_rows += sum(not row.tokens for row in rows)
         for row in rows:
             row.order, self._num_joined = self._num_joined, self._num_joined + 1
+        self._has_joined = True
         try:
-            self._join(state)
+            if self._state is None:
+                self._state = state
+            else:
+                longest = max(self._state.cache.longest, state.cache.longest)
+                room = self.limits.max_slots // self._slots(1, longest)
+                self._state.join(state, min(self.limits.max_rows, room))
         except Exception as error:  # it may have joined in some layers and not in others
             return self._all_failed(error, rows)
         row_outputs = self._emit(output)
         self._drop_ended()
         return row_outputs
-
-    def _join(self, state: DecodeState) -> None:
-        self._has_joined = True
-        if self._state is None:
-            self._state = state
-            return
-        longest = max(self._state.cache.longest, state.cache.longest)
-        room = self.limits.max_slots // self._slots(1, longest)
-        self._state.join(state, min(self.limits.max_rows, room))
 
     def _decode(self) -> list[list[RowOutput]]:
         self._make_room()
@@ -548,7 +541,8 @@ class Batch:
             index = state.rows.index(row)
             gone.add(index)
             if row.error is None:
-                self._keep_prefix(row, state, index)
+                ids = (row.prompt + row.tokens)[:-1]
+                self.prefixes.keep_row(ids, state.cache, index, row.owner)
         kept = _moved_up(len(state.rows), gone)
         if not kept:
             self._state = self._last_drafter = None
@@ -556,13 +550,6 @@ class Batch:
         state.keep_rows(kept)
         if self._last_drafter is not None:
             self._last_drafter.keep_rows(torch.tensor(kept, device=state.lengths.device))
-
-    def _keep_prefix(self, row: Row, state: DecodeState, index: int) -> None:
-        ids = (row.prompt + row.tokens)[:-1]
-        length = self.prefixes.num_that_fit(state.cache, len(ids))
-        if length and not self.prefixes.is_known(ids[:length], row.owner):
-            prefix = state.cache.copy_of_row(index, length)
-            self.prefixes.keep(ids[: prefix.longest], prefix, row.owner)
 
 
 def _cause(error: Exception) -> Exception:
@@ -592,3 +579,4 @@ def decode(batch: Batch, request: DecodeRequest) -> Iterator[StepResult]:
                 yield result
     finally:
         batch.clear()
+        release_threads()  # the next call may come from another thread

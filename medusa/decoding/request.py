@@ -68,7 +68,12 @@ def decode_request(
     _check_supported(generation_config, acceptance, model_inputs)
     if input_ids.dtype == torch.bool or input_ids.is_floating_point() or input_ids.is_complex():
         raise ValueError(f"input_ids must be whole numbers, torch.long, got {input_ids.dtype}")
-    ids, mask, positions = _on_host(input_ids, attention_mask, model_inputs.get("position_ids"))
+    tensors = (input_ids, attention_mask, model_inputs.get("position_ids"))
+    ids: Any
+    given = [each for each in tensors if each is not None]
+    together = torch.cat([sent(each.long().flatten(), input_ids.device) for each in given]).cpu()  # one read
+    parts = iter(together.split([each.numel() for each in given]))
+    ids, mask, positions = (None if each is None else next(parts).view(each.shape) for each in tensors)
     _check_ids(ids, base)
     padding = _padding(ids, mask)
     _check_positions(positions, padding, ids.shape[1])
@@ -81,8 +86,12 @@ def decode_request(
     check_positions(base, lengths, max_new_tokens)
     processors, watching = _for_rows_alone(logits_processor, padding)
     in_lockstep = _needs_lockstep(watching, ends, len(prompts), do_sample, acceptance)
+    tokens = input_ids
+    if any(padding):  # rows are moved to column 0
+        columns = torch.arange(tokens.shape[1], device=device) + sent(padding, device)[:, None]
+        tokens = tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1))
     return DecodeRequest(
-        tokens=_without_padding(input_ids, padding),
+        tokens=tokens,
         lengths=sent(lengths, device),
         known_prompts=prompts,
         max_new_tokens=max_new_tokens,
@@ -170,14 +179,6 @@ def _check_supported(
         raise ValueError(f"{', '.join(unread)} not supported: medusa decodes only from input_ids")
 
 
-def _on_host(ids: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """The same as longs on the host, in one read of the device."""
-    given = [each for each in (ids, *others) if each is not None]
-    together = torch.cat([sent(each.long().flatten(), ids.device) for each in given]).cpu()
-    parts = iter(together.split([each.numel() for each in given]))
-    return tuple(None if each is None else next(parts).view(each.shape) for each in (ids, *others))
-
-
 def _check_ids(input_ids: Tensor, base: CausalLM) -> None:
     """Raise ValueError for ids that are none: compiled and captured steps read memory by them unchecked."""
     num_known = embedding_weight(base.get_input_embeddings()).shape[0]
@@ -211,15 +212,6 @@ def _padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
     if max(padding) == width:
         raise ValueError(f"row {padding.index(width)} of input_ids is all padding: the prompt is empty")
     return padding
-
-
-def _without_padding(input_ids: Tensor, padding: list[int]) -> Tensor:
-    """Rows moved to column 0, (B, T) long."""
-    if not any(padding):
-        return input_ids
-    columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-    columns = columns + sent(padding, input_ids.device)[:, None]
-    return input_ids.gather(1, columns.clamp(max=input_ids.shape[1] - 1))
 
 
 def _check_positions(position_ids: Tensor | None, padding: list[int], width: int) -> None:

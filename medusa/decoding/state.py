@@ -386,13 +386,16 @@ class PrefixCache:
         """Whether something that is kept for this owner begins with ``ids``."""
         return any(each.owner == owner and num_shared(each.ids, ids) == len(ids) for each in self._kept)
 
-    def num_that_fit(self, cache: TreeCache, length: int) -> int:
-        """How many first tokens of a row of ``length`` in ``cache`` can be kept; fewer are counted."""
+    def keep_row(self, ids: list[int], cache: TreeCache, index: int, owner: Hashable = None) -> None:
+        """Keep a copy of row ``index`` of ``cache``, whose tokens are ``ids``, as far as there is room; rows
+        that are cut are counted."""
         if not self.max_bytes:
-            return 0
-        kept = min(length, self.max_bytes // max(1, cache.bytes_per_token))
-        self.num_cut += kept < length
-        return kept
+            return
+        length = min(len(ids), self.max_bytes // max(1, cache.bytes_per_token))
+        self.num_cut += length < len(ids)
+        if length and not self.is_known(ids[:length], owner):
+            prefix = cache.copy_of_row(index, length)
+            self.keep(ids[: prefix.longest], prefix, owner)
 
     def keep(self, ids: Sequence[int], prefix: TreeCache, owner: Hashable = None) -> None:
         """Keep ``prefix``, the cache of exactly ``ids``; entries that it continues are dropped."""

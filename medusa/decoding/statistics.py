@@ -141,17 +141,16 @@ class PhaseClock:
         return self.last - self.began
 
     def lap(self, phase: str) -> None:
+        """Count the time since the last lap as a phase of a step, or as "prefill"."""
         elapsed, self.last = self.now() - self.last, self.now()
-        self.statistics.phase_seconds[phase] += elapsed
-        self.statistics.decode_seconds += elapsed
+        if phase == "prefill":
+            self.statistics.prefill_seconds += elapsed
+        else:
+            self.statistics.phase_seconds[phase] += elapsed
+            self.statistics.decode_seconds += elapsed
 
     def lap_whole(self, setup_seconds: float = 0.0) -> None:
         """As :meth:`lap`, of steps that have no phases; ``setup_seconds`` of it were spent on setting up."""
         elapsed, self.last = self.now() - self.last, self.now()
         self.statistics.setup_seconds += setup_seconds
         self.statistics.decode_seconds += elapsed - setup_seconds
-
-    def lap_prefill(self) -> None:
-        """As :meth:`lap`, of reading prompts."""
-        elapsed, self.last = self.now() - self.last, self.now()
-        self.statistics.prefill_seconds += elapsed

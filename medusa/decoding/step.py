@@ -305,7 +305,7 @@ def prefill_request(
     # The last prompt token is the only node of a tree, and the first token is chosen after it.
     lone = Draft(request.tokens.gather(1, last), TreeTopology.chain(1, last.device))
     noise = state.noise(logits.shape[-1])
-    acceptance = _accept_chosen(state, lone, logits[:, None], noise, walks=False)
+    acceptance = acceptance_of(state, lone, logits[:, None], noise)
     seen = _seen(lone, acceptance)
     _check_numbers(state, seen.broken_rows)
     logprobs = _logprobs(state, logits[:, None], acceptance.path, seen.tokens)
@@ -348,18 +348,13 @@ def draft_context(state: DecodeState, base: CausalLM, min_accept_prob: float = 0
 def acceptance_of(
     state: DecodeState, draft: Draft, logits: Tensor, noise: UpcomingNoise | None, walks: bool = False
 ) -> Acceptance:
-    """The accepted candidates. With ``walks`` only accepted nodes are scored, one depth after the other: less
-    work, but the host waits for the device at each."""
+    """The accepted candidates: those that a rule for sampled drafts accepts, that the base chooses itself
+    with ``noise`` by depth, or that it finds plausible (typical acceptance).
+
+    With ``walks`` only accepted nodes are scored, one depth after the other: less work, but the host waits
+    for the device at each."""
     if state.sampled is not None:
         return _accept_sampled(state, draft, logits)
-    return _accept_chosen(state, draft, logits, noise, walks)
-
-
-def _accept_chosen(
-    state: DecodeState, draft: Draft, logits: Tensor, noise: UpcomingNoise | None, walks: bool
-) -> Acceptance:
-    """The candidates that the base chooses itself, with ``noise`` by depth, or finds plausible (typical
-    acceptance)."""
     if state.lockstep_batch is not None:
         indices = [row.index for row in state.rows]
         return accept_in_lockstep(state.lockstep_batch, indices, draft.tokens, draft.topology, logits, noise)
@@ -382,7 +377,7 @@ def _choice(
     """The base's choice after nodes, as an argument of :func:`medusa.acceptance.exact.accept_by_walking`."""
 
     def choose_after(rows: list[int], nodes: list[int], depth: int) -> list[int]:
-        scores = _scores_of(state, draft, logits[rows, nodes][:, None], rows, nodes)[:, 0]
+        scores = _scores(state, draft, logits[rows, nodes][:, None], rows, nodes)[:, 0]
         chosen = choose(scores, None if noise is None else noise.until(depth + 1)[rows, depth])
         if state.refuses_nan:
             is_broken = scores.gather(1, chosen[:, None]).isnan().any(1).tolist()
@@ -418,15 +413,16 @@ def _accept_sampled(state: DecodeState, draft: Draft, logits: Tensor) -> Accepta
     return accepted_up_to(verdict.best, verdict.next_token, draft.topology)
 
 
-def _scores(state: DecodeState, draft: Draft, logits: Tensor) -> Tensor:
-    """Logits (B, N, V) of all nodes after every processor; untouched when there is none."""
-    return _scores_of(state, draft, logits, list(range(len(logits))), None)
-
-
-def _scores_of(
-    state: DecodeState, draft: Draft, logits: Tensor, rows: list[int], nodes: list[int] | None
+def _scores(
+    state: DecodeState,
+    draft: Draft,
+    logits: Tensor,
+    rows: list[int] | None = None,
+    nodes: list[int] | None = None,
 ) -> Tensor:
-    """Logits (R, M, V) of ``rows`` after every processor, for one of ``nodes`` in each row, or for all."""
+    """Logits (R, M, V) of ``rows`` after every processor, for one of ``nodes`` in each row, or for all of
+    both; untouched when there is no processor."""
+    rows = list(range(len(logits))) if rows is None else rows
     groups = state.rows_by_processors(rows)
     if not any(processors for processors, _ in groups):
         return logits.float()

@@ -44,29 +44,6 @@ from medusa.heads.autoregressive_head import Heads
 from medusa.options import StepKind
 
 
-class Libraries:
-    """The compiled libraries of one base and its heads; kept for later calls."""
-
-    def __init__(self, base: CausalLM, heads: Heads | None):
-        self.base, self.heads = base, heads
-        self._lock = threading.Lock()
-        self._pass: CompiledPass | None = None
-
-    def compiled_pass(self) -> tuple[CompiledPass, float]:
-        """The base's passes, and the seconds that getting them took; the heads are compiled with them."""
-        with self._lock:
-            began = time.perf_counter()
-            if self._pass is None:
-                compile_heads(self.heads, lm_head(self.base))
-                self._pass = CompiledPass(self.base)
-            return self._pass, time.perf_counter() - began
-
-    def paths(self) -> list[Path]:
-        """Where the libraries are, or will be."""
-        heads = parts_of_heads(self.heads, lm_head(self.base))
-        return [*library_paths(self.base), *(part.path for part in heads)]
-
-
 @dataclass(frozen=True)
 class StepPlan:
     """How the steps of one request, or of a batch, are run."""
@@ -82,10 +59,25 @@ class Steps:
     """Runs the steps of one base and its heads; compiled libraries and captured graphs are kept."""
 
     def __init__(self, base: CausalLM, heads: Heads | None = None):
-        self.base = base
-        self.libraries = Libraries(base, heads)
+        self.base, self.heads = base, heads
         self.captured: dict[Hashable, StepRunner] = {}
         self._checked: set[str] = set()
+        self._lock = threading.Lock()
+        self._pass: CompiledPass | None = None
+
+    def compiled_pass(self) -> tuple[CompiledPass, float]:
+        """The base's passes, and the seconds that getting them took; the heads are compiled with them."""
+        with self._lock:
+            began = time.perf_counter()
+            if self._pass is None:
+                compile_heads(self.heads, lm_head(self.base))
+                self._pass = CompiledPass(self.base)
+            return self._pass, time.perf_counter() - began
+
+    def library_paths(self) -> list[Path]:
+        """Where the compiled libraries are, or will be."""
+        heads = parts_of_heads(self.heads, lm_head(self.base))
+        return [*library_paths(self.base), *(part.path for part in heads)]
 
     def plan(
         self,
@@ -105,7 +97,7 @@ class Steps:
         if step == "general":
             return StepPlan(ModelRunner(self.base, drafter.aux_layers), drafter)
         if step == "compiled":
-            compiled, seconds = self.libraries.compiled_pass()
+            compiled, seconds = self.compiled_pass()
             runner = ModelRunner(self.base, drafter.aux_layers, compiled.verify)
             return StepPlan(runner, drafter, setup_seconds=seconds)
         checked = static_drafter(step, drafter, request)
@@ -115,11 +107,6 @@ class Steps:
             captured = None
         rows = StaticRows(self.base, checked, captured, host_sync_interval)
         return StepPlan(ModelRunner(self.base, drafter.aux_layers), checked, rows)
-
-    @property
-    def can_compile(self) -> bool:
-        """Whether ``compiled`` steps run here, on libraries that are compiled ahead."""
-        return compiled_unsupported_reason(self.base) is None
 
     def runner_of_many(self, step: StepKind, layers: tuple[int, ...]) -> ModelRunner:
         """The passes of a batch that requests join, with the states of ``layers``.
@@ -134,7 +121,7 @@ class Steps:
                 f"step={step!r} runs steps of one shape, and a batch that rows join changes its own; use "
                 "step='general', or 'compiled' with engine='packed' or 'int8' on a CPU"
             )
-        return ModelRunner(self.base, layers, self.libraries.compiled_pass()[0].verify)
+        return ModelRunner(self.base, layers, self.compiled_pass()[0].verify)
 
 
 def check_step(step: str, base: CausalLM) -> None:

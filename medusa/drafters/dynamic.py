@@ -83,7 +83,10 @@ class DynamicDrafter(LevelDrafter):
             fanout = self._fanout + MAX_CHILDREN * (len(sizes) < suffix_length)
             sizes.append(min(self.beam, sizes[-1] if sizes else 1) * fanout)
         self._num_nodes = 1 + min(wanted + self.optional_nodes, sum(sizes))
-        self._columns = _columns_of(self.token_map, self.vocab_size, device)
+        tokens = torch.arange(self.vocab_size, device=device) if self.token_map is None else self.token_map
+        self._columns = torch.full((self.vocab_size,), -1, device=device)
+        """(V,) long: the column of each token in logits over ``token_map``; -1 where it has none."""
+        self._columns[tokens] = torch.arange(len(tokens), device=device)
 
     def with_suffix(self, suffix_length: int, optional_nodes: int = 0) -> Self:
         """The same heads, together with a suffix match of ``suffix_length`` tokens; ``optional_nodes`` more
@@ -128,7 +131,10 @@ class DynamicDrafter(LevelDrafter):
         return DraftKind.RANKED if self.suffix_length else super().sampled_kind(wanted)
 
     def _ranked(self, context: DraftContext) -> Draft:
-        expected = self._expected(context)
+        expected = nothing_expected(context.root)
+        if self.suffix_length:
+            expected = continuations(context, self.suffix_length, self.trust, self._source_guesses)
+            self._source_guesses = expected.source_guesses
         if self.has_kernels:
             return self._ranked_by_kernels(context, expected)
         tokens, values, parents, depths = self._candidates(context, expected)  # (B, C) each
@@ -174,14 +180,6 @@ class DynamicDrafter(LevelDrafter):
         return Draft(
             tokens, TreeTopology(*topology), path_logprob=path_logprob, num_optional_nodes=self.optional_nodes
         )
-
-    def _expected(self, context: DraftContext) -> Continuations:
-        """The continuations that suffix matching expects."""
-        if not self.suffix_length:
-            return nothing_expected(context.root)
-        expected = continuations(context, self.suffix_length, self.trust, self._source_guesses)
-        self._source_guesses = expected.source_guesses
-        return expected
 
     def _candidates(
         self, context: DraftContext, expected: Continuations
@@ -351,14 +349,6 @@ class DynamicAutoregressiveDrafter(DynamicDrafter, AutoregressiveDrafter):
         self._level_start = first_node
         topology = TreeTopology.from_parents(self._parents, self._depths_run, depth)
         return self.logits_after_nodes(paths[..., -1], topology, first_node)
-
-
-def _columns_of(token_map: Tensor | None, vocab_size: int, device: torch.device) -> Tensor:
-    """(V,) long: the column of each token in logits over ``token_map``; -1 where it has none."""
-    tokens = torch.arange(vocab_size, device=device) if token_map is None else token_map
-    columns = torch.full((vocab_size,), -1, device=device)
-    columns[tokens] = torch.arange(len(tokens), device=device)
-    return columns
 
 
 # ------------------------------------------------------------------ the best path

@@ -60,15 +60,11 @@ class HeadsDrafter(LevelDrafter):
         return [*self.heads.parameters(), *self.heads.buffers()]
 
     def draft(self, context: DraftContext) -> Draft:
-        return self.draft_from(replace(context, hidden=self.read(context)))
+        return super().draft(replace(context, hidden=self.read(context)))
 
     def read(self, context: DraftContext) -> Tensor:
         """The input of the heads, (B, D)."""
         return self.heads.fuse(context.hidden)
-
-    def draft_from(self, context: DraftContext) -> Draft:
-        """A draft where ``context.hidden`` is what :meth:`read` gives."""
-        return super().draft(context)
 
     def _ranked(self, context: DraftContext) -> Draft:
         if self.heads.config.reads_path:

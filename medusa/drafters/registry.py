@@ -330,12 +330,18 @@ class DrafterFactory:
         of_heads = tree or (models if models.depth and not only_chain else None)
         paying = [part for part in parts if of_heads or only_chain or not DRAFTERS[part].needs_heads] or parts
         in_chains = is_recurrent(self._host.base)
-        drafter = combine_drafters(
-            [
-                self._filled(part, of_heads if DRAFTERS[part].needs_heads else tree, only_chain or in_chains)
-                for part in paying
-            ]
-        )
+        drafters = []
+        for part in paying:
+            made, own = self._drafter(part), of_heads if DRAFTERS[part].needs_heads else tree
+            if (only_chain or in_chains) and own is None and made.max_depth:
+                own = CandidateTree.chain(made.max_depth)
+            drafters.append(made.with_tree(own))
+        heads = next((each for each in drafters if isinstance(each, DynamicDrafter)), None)
+        suffix = next((each for each in drafters if isinstance(each, SuffixDrafter)), None)
+        if heads is not None and suffix is not None:  # which share one tree
+            rest = [each for each in drafters if each not in (heads, suffix)]
+            drafters = [heads.with_suffix(suffix.length), *rest]
+        drafter = UnionDrafter(drafters) if len(drafters) > 1 else drafters[0]
         if in_chains and isinstance(drafter, UnionDrafter):
             raise ValueError(
                 f"drafter {name!r} drafts trees side by side, and a base that keeps a state verifies chains: "
@@ -375,20 +381,3 @@ class DrafterFactory:
         if part not in self._made:
             self._made[part] = DRAFTERS[part].make(self._host, self._settings)
         return self._made[part]
-
-    def _filled(self, part: str, tree: CandidateTree | None, only_chain: bool) -> Drafter:
-        """A drafter that is no union; without ``tree`` in its own, or in a chain as deep."""
-        made = self._drafter(part)
-        if only_chain and tree is None and made.max_depth:
-            tree = CandidateTree.chain(made.max_depth)
-        return made.with_tree(tree)
-
-
-def combine_drafters(drafters: list[Drafter]) -> Drafter:
-    """One drafter from one or more: dynamic heads take in a suffix match, the others form a union."""
-    heads = next((each for each in drafters if isinstance(each, DynamicDrafter)), None)
-    suffix = next((each for each in drafters if isinstance(each, SuffixDrafter)), None)
-    if heads is not None and suffix is not None:
-        rest = [each for each in drafters if each not in (heads, suffix)]
-        drafters = [heads.with_suffix(suffix.length), *rest]
-    return UnionDrafter(drafters) if len(drafters) > 1 else drafters[0]

@@ -73,15 +73,11 @@ def layers_unsupported_reason(view: CausalLM) -> str | None:
         return f"attention that the kernels compute, got {config._attn_implementation!r}"
     if any(weight.dim() > 2 for layer in decoder_layers(view) for weight in layer.parameters()):
         return "layers without experts, whose products no library has an operator for"
-    odd = [width for width in _widths(view) if width % VECTOR]
-    return f"widths that are multiples of {VECTOR}, got {odd[0]}" if odd else None
-
-
-def _widths(view: CausalLM) -> list[int]:
-    """Name of the dimension of rows inside a layer."""
     parts = [module for layer in decoder_layers(view) for module in layer.modules()]
-    joined = [len(each.weight) for each in parts if isinstance(each, JoinedLinear)]
-    return joined + [each.width for each in parts if isinstance(each, PackedMatmul)]
+    widths = [len(each.weight) for each in parts if isinstance(each, JoinedLinear)]
+    widths += [each.width for each in parts if isinstance(each, PackedMatmul)]  # of rows inside a layer
+    odd = [width for width in widths if width % VECTOR]
+    return f"widths that are multiples of {VECTOR}, got {odd[0]}" if odd else None
 
 
 class CompiledPass:
@@ -94,7 +90,8 @@ class CompiledPass:
     def __init__(self, view: CausalLM):
         self.view, self._windows = view, attention_windows(view)
         parts = _parts(view)
-        refusal = _refusal(parts)
+        digest = digest_of(*(str(path) for path in parts.compiled))
+        refusal = kept_library(f"{parts.before.name}-refused", digest).with_suffix(".txt")
         if refusal.exists():
             raise ValueError(refusal.read_text())
         new = [part for part in parts.compiled.values() if not part.path.exists()]
@@ -181,12 +178,6 @@ def _last_bits_moved(view: CausalLM) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def _refusal(parts: _Parts) -> Path:
-    """The file that says why these programs are not to be used, once it has been found out."""
-    digest = digest_of(*(str(path) for path in parts.compiled))
-    return kept_library(f"{parts.before.name}-refused", digest).with_suffix(".txt")
 
 
 @functools.lru_cache(64)
@@ -351,7 +342,14 @@ class _CalledLayers(nn.Module):
         self.places = list(dict.fromkeys(itertools.chain(*takes)))
         """Each tensor once: places as in :class:`_Group`."""
         self.settings = [
-            ([self.places.index(at) for at in taken], _plain_arguments(call))
+            (
+                [self.places.index(at) for at in taken],
+                [  # the keyword arguments of the layer, except tensors
+                    (name, repr(value))
+                    for name, value in call.kwargs[0].items()
+                    if not isinstance(value, (Tensor, tuple, Cache))
+                ],
+            )
             for call, taken in zip(calls, takes, strict=True)
         ]
 
@@ -375,11 +373,6 @@ class _CalledLayers(nn.Module):
             given[taken[0]] = output[0] if isinstance(output, tuple) else output
             states.append(given[taken[0]])
         return states
-
-
-def _plain_arguments(call: _Call) -> list[tuple[str, str]]:
-    """The keyword arguments of a layer, except tensors."""
-    return [(n, repr(v)) for n, v in call.kwargs[0].items() if not isinstance(v, (Tensor, tuple, Cache))]
 
 
 class _Entries(Cache):
@@ -426,12 +419,12 @@ class _Before(_Ends):
         """The inputs of each layer: places as in :class:`_Group`."""
         self.run(given)
         shared = [*given, *self._made(given)]
-        return [[_place(shared, each) for each in stub.given] for stub in self._stubs]
+        return [[_place(shared, each) for each in stub.noted.given] for stub in self._stubs]
 
     def _made(self, given: Sequence[Tensor]) -> list[Tensor]:
         made: list[Tensor] = []
         for stub in self._stubs:
-            made += [each for each in stub.given if _place([*given, *made], each) < 0]
+            made += [each for each in stub.noted.given if _place([*given, *made], each) < 0]
         return made
 
 
@@ -447,7 +440,7 @@ class _After(_Ends):
         def wanted(states: Tensor) -> Tensor:
             return states.gather(1, select[..., None].expand(-1, -1, states.shape[2]))
 
-        self._stubs[-1].result = hidden
+        self._stubs[-1].noted.result = hidden
         with capture_hidden_states(self.base, wanted) as seen:
             logits = self.run(given)
         return [seen.last, logits]
@@ -459,7 +452,8 @@ class _Stub(nn.Module):
     def __init__(self, call: _Call):
         super().__init__()
         self._of, self._is_tuple = (call.layer,), isinstance(call.outputs[0], tuple)
-        self._noted = threading.local()  # several threads may run an end that is not compiled
+        self.noted = threading.local()
+        """``given`` tensors and ``result``, of each thread: several may run an end that is not compiled."""
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of layers that a model reads, such as the type of attention."""
@@ -468,19 +462,7 @@ class _Stub(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["_of"][0], name)
 
-    @property
-    def given(self) -> list[Tensor]:
-        return self._noted.given
-
-    @property
-    def result(self) -> Tensor | None:
-        return getattr(self._noted, "result", None)
-
-    @result.setter
-    def result(self, tensor: Tensor) -> None:
-        self._noted.result = tensor
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._noted.given = _tensors((args, kwargs))
-        result = self._noted.given[0] if self.result is None else self.result
+        self.noted.given = _tensors((args, kwargs))
+        result = getattr(self.noted, "result", self.noted.given[0])
         return (result,) if self._is_tuple else result

@@ -50,8 +50,9 @@ def kept_library(name: str, digest: str) -> Path:
 
 def check_library(path: Path) -> None:
     """Raise ValueError where a library was altered; loading it would end the process."""
+    seal = path.with_suffix(".json")
     try:
-        is_whole = _seal(path).exists() and files.read_json(_seal(path)) == _sealed(path)
+        is_whole = seal.exists() and files.read_json(seal) == _sealed(path)
     except ValueError:  # the seal itself is damaged
         is_whole = False
     if not is_whole:
@@ -61,12 +62,8 @@ def check_library(path: Path) -> None:
         )
 
 
-def _seal(path: Path) -> Path:
-    """The file beside a library that describes its content."""
-    return path.with_suffix(".json")
-
-
 def _sealed(path: Path) -> dict[str, Any]:
+    """What the file beside a library says of its content."""
     return {"bytes": path.stat().st_size, "sha256": files.digest_of(path)}
 
 
@@ -96,7 +93,7 @@ def compile_library(path: Path, text: str, make: Callable[[Path], Path]) -> None
         try:
             with console.status("compiling", spinner="dots"), files.disk_errors(path):
                 library = make(made)
-                files.write_json(_seal(path), _sealed(library))
+                files.write_json(path.with_suffix(".json"), _sealed(library))
                 library.chmod(0o755)
                 files.sync(library)
                 os.replace(library, path)

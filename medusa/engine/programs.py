@@ -55,10 +55,15 @@ class Part:
     @functools.cached_property
     def path(self) -> Path:
         """The path of the library: its name is a digest of everything it depends on except weights."""
+        plain = (int, float, str, type(None))
         modules = [
             (
                 type(each).__qualname__,
-                sorted((n, repr(v)) for n, v in vars(each).items() if _is_setting(n, v)),
+                sorted(
+                    (name, repr(value))
+                    for name, value in vars(each).items()
+                    if name not in ("layer_idx", "training") and isinstance(value, plain)
+                ),
             )
             for each in self.module.modules()
         ]
@@ -104,10 +109,6 @@ class Part:
         return torch.export.export(
             of_its_weights, tuple(first), dynamic_shapes=(tuple(shapes),), strict=False
         )
-
-
-def _is_setting(name: str, value: Any) -> bool:
-    return name not in ("layer_idx", "training") and isinstance(value, (int, float, str, type(None)))
 
 
 class Program:

@@ -50,7 +50,14 @@ class BaseFingerprint:
         config = base.config.get_text_config(decoder=True)
         recorded = {key: getattr(config, key, None) for key in CONFIGURATION_KEYS}
         known = {key: value for key, value in recorded.items() if isinstance(value, (int, str))}
-        return cls(_sample(embedding_rows(lm_head(base))), known)
+        weight, sample = embedding_rows(lm_head(base)), None
+        # Subclasses are quantised or sharded, and shards may be empty.
+        is_plain = type(weight) in (Tensor, nn.Parameter) and weight.dim() == 2 and weight.numel() > 0
+        if is_plain and not weight.is_meta and weight.dtype in READABLE_TYPES:
+            rows = torch.linspace(0, len(weight) - 1, SAMPLE_ROWS).long()
+            values = weight[rows.to(weight.device), :SAMPLE_COLUMNS].flatten().tolist()
+            sample = tuple(float(f"{value:.6g}") for value in values)
+        return cls(sample, known)
 
     def as_json(self) -> dict[str, Any]:
         """The form that :meth:`from_json` reads."""
@@ -67,8 +74,11 @@ class BaseFingerprint:
             ValueError: it is something else.
         """
         recorded = raw if isinstance(raw, dict) else {"sample": ()}
+        sample: Any
         sample, configuration = recorded.get("sample"), recorded.get("configuration", {})
-        if not (sample is None or _is_sample(sample)) or not isinstance(configuration, dict):
+        is_listed = isinstance(sample, list) and len(sample) > 0
+        is_sample = is_listed and all(type(each) in (int, float) and abs(each) < 1e30 for each in sample)
+        if not (sample is None or is_sample) or not isinstance(configuration, dict):
             raise ValueError(
                 f"{origin} must hold a sample, null or a list of numbers, and a configuration, an object; "
                 f"got {reprlib.repr(raw)}"
@@ -107,18 +117,3 @@ def warn_of_another_base(fingerprint: BaseFingerprint | None, base: CausalLM, tr
             "the heads were trained on, or train heads for this one",
             stacklevel=3,
         )
-
-
-def _sample(weight: Tensor) -> tuple[float, ...] | None:
-    # Subclasses are quantised or sharded, and shards may be empty.
-    is_plain = type(weight) in (Tensor, nn.Parameter) and weight.dim() == 2 and weight.numel() > 0
-    if not is_plain or weight.is_meta or weight.dtype not in READABLE_TYPES:
-        return None
-    rows = torch.linspace(0, len(weight) - 1, SAMPLE_ROWS).long()
-    values = weight[rows.to(weight.device), :SAMPLE_COLUMNS].flatten().tolist()
-    return tuple(float(f"{value:.6g}") for value in values)
-
-
-def _is_sample(sample: Any) -> bool:
-    is_listed = isinstance(sample, list) and len(sample) > 0
-    return is_listed and all(type(each) in (int, float) and abs(each) < 1e30 for each in sample)

@@ -129,11 +129,6 @@ def tuned_from_json(entries: Any, origin: str) -> tuple[TunedTree, ...]:
     return trees
 
 
-def tuned_for(trees: Iterable[TunedTree], runtime: Runtime) -> tuple[TunedTree, ...]:
-    """The entries of ``runtime``, by growing batch size."""
-    return tuple(sorted((t for t in trees if t.runtime == runtime), key=lambda tuned: tuned.batch_size))
-
-
 def chosen_for(trees: Sequence[TunedTree], batch_size: int, step: str = DEFAULT_STEP) -> CandidateTree | None:
     """The tree of the nearest batch size at or above ``batch_size`` among the trees of one runtime.
 

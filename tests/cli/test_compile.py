@@ -12,7 +12,7 @@ from medusa import HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel, save_
 from medusa.cli import loading
 from medusa.cli.loading import set_step
 from medusa.cli.main import main
-from medusa.decoding.steps import Libraries
+from medusa.decoding.steps import Steps
 from medusa.engine.kernels import kernels_unsupported_reason
 
 
@@ -24,13 +24,13 @@ def compiling(monkeypatch, tmp_path):
     monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
 
     def compiled_pass(self):
-        made.extend(self.paths())
+        made.extend(self.library_paths())
         for path in made:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"12345")
         return self.base, 321.0
 
-    monkeypatch.setattr(Libraries, "compiled_pass", compiled_pass)
+    monkeypatch.setattr(Steps, "compiled_pass", compiled_pass)
     return made
 
 
@@ -63,7 +63,7 @@ def test_where_compiled_passes_are_refused_steps_run_general_and_the_user_is_tol
         raise ValueError("compiled passes of LlamaForCausalLM give other logits")
 
     monkeypatch.setattr(loading, "default_step", nothing_is_compiled_unasked)
-    monkeypatch.setattr(Libraries, "compiled_pass", refused)
+    monkeypatch.setattr(Steps, "compiled_pass", refused)
     model = MedusaModel(tiny_model("llama"), engine="packed")
     set_step(model, None)
     assert model.step == "general"
