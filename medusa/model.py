@@ -29,8 +29,15 @@ from medusa.drafters.registry import MAX_OPTIONAL_NODES, DrafterFactory, Drafter
 from medusa.engine.engine_state import EngineState
 from medusa.engine.loading import PLACING, load_for_engine
 from medusa.hardware import multiplies_in_float32, release_threads
-from medusa.heads.autoregressive_head import AutoregressiveHead, Heads, check_heads_fit_source
-from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, check_tree_fits, load_heads, own_heads
+from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
+from medusa.heads.checkpoint import (
+    OWN_HEADS,
+    HeadsCheckpoint,
+    check_heads_fit_source,
+    check_tree_fits,
+    load_heads,
+    own_heads,
+)
 from medusa.hub import HUB_ARGUMENTS
 from medusa.options import Engine, StepKind, check_read_by
 from medusa.trees.candidate_tree import CandidateTree
@@ -243,10 +250,10 @@ class MedusaModel:
         tuned = chosen_for(self.tuned, batch_size, step or self.step)
         return self._default_tree if tuned is None else tuned
 
-    def drafter_for(self, batch_size: int, step: StepKind | None = None) -> Drafter:
-        """A new drafter as for a call with ``batch_size`` rows, in steps of kind ``step``, that names none:
-        see :meth:`medusa.drafters.registry.DrafterFactory.default`."""
-        return self._drafters.default(batch_size, step or self.step)
+    def drafter_for(self, batch_size: int) -> Drafter:
+        """A new drafter as for a call with ``batch_size`` rows that names none: see
+        :meth:`medusa.drafters.registry.DrafterFactory.default`."""
+        return self._drafters.default(batch_size)
 
     def make_drafter(
         self,
@@ -389,7 +396,6 @@ class MedusaModel:
         limits: BatchLimits | None = None,
         *,
         plain: bool = False,
-        step: StepKind | None = None,
     ) -> Batch:
         """A batch that requests (:meth:`request`) join and leave between steps; see
         :mod:`medusa.decoding.batch`.
@@ -399,22 +405,20 @@ class MedusaModel:
         Args:
             limits: the limits of the batch.
             plain: draft nothing; the tokens are the same.
-            step: "general", or "compiled" with engine "packed" or "int8".
 
         Raises:
-            ValueError: steps of this kind have one shape for a whole answer.
+            ValueError: this model's steps are static or captured: of one shape for a whole answer.
         """
-        kind = step or self.step
-        check_step(kind, self.runner)
+        check_step(self.step, self.runner)
         heads = None if plain else self.heads
-        if kind == "compiled" and not plain:
+        if self.step == "compiled" and not plain:
             self.compile()  # before anybody waits for an answer
-        self._check_prepared()
-        steps = self._steps
-        runner = steps.runner_of_many(kind, () if heads is None else heads.aux_layers)
+        if not self._engine_state.is_current():
+            self.refresh()
+        runner = self._steps.runner_of_many(self.step, () if heads is None else heads.aux_layers)
+        drafters, kind = self._drafters, self.step
 
         def make_drafter(num_rows: int, copies: bool) -> tuple[Drafter, AdaptiveDrafting | None]:
-            drafters = self._drafters
             drafter = drafters.make("plain") if plain else drafters.default(num_rows, kind, copies)
             return drafter, self._costs.adaptive(drafter, self._in_float32, kind, num_rows)
 
@@ -462,6 +466,8 @@ class MedusaModel:
     def _with_references(
         self, request: DecodeRequest, prediction: Any, corpus: SuffixCorpus | None
     ) -> DecodeRequest:
+        if prediction is None and corpus is None:
+            return request
         rows = zip(request.tokens, request.prompts, strict=True)
         prompts = [tokens[: len(prompt)] for tokens, prompt in rows]
         return replace(request, references=self.references(prediction, corpus, prompts))
@@ -521,7 +527,8 @@ class MedusaModel:
                 f"{len(request.tokens)} rows of this batch are read one after the other",
                 stacklevel=2,
             )
-        self._check_prepared()
+        if not self._engine_state.is_current():
+            self.refresh()
         guard = self._engine_state.staleness_check()
         kind = options.step or self.step
         drafter = self._drafter(options, request)
@@ -531,11 +538,11 @@ class MedusaModel:
         statistics.setup_seconds += plan.setup_seconds
         batch = Batch(
             plan.runner,
-            lambda *_: (plan.drafter, adaptive),
+            lambda *_: (drafter, adaptive),
             guard,
             statistics=statistics,
             static=plan.static,
-            needs_features=plan.drafter.needs_features,
+            needs_features=drafter.needs_features,
             is_streamed=is_streamed,
         )
         return decode(batch, request)
@@ -563,10 +570,6 @@ class MedusaModel:
         if not config.return_dict_in_generate:
             return sequences
         return MedusaOutput(sequences=cast(torch.LongTensor, sequences), statistics=statistics)
-
-    def _check_prepared(self) -> None:
-        if not self._engine_state.is_current():
-            self.refresh()
 
     def _drafter(self, options: _Options, request: DecodeRequest) -> Drafter:
         tree, drafter, kind = options.tree, options.drafter, options.step or self.step

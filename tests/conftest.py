@@ -188,9 +188,11 @@ def decode(
 ) -> Iterator[StepResult]:
     """The steps of one request; ``base`` may be :class:`Steps`, which keep what they have compiled."""
     steps = base if isinstance(base, Steps) else Steps(base)
-    plan = steps.plan(step, drafter, request, host_sync_interval)
-    features = plan.drafter.needs_features
-    guide = plan.drafter, adaptive
+    plan = steps.plan(step, drafter, request)
+    if plan.static is not None and host_sync_interval is not None:
+        plan.static.interval = host_sync_interval
+    features = drafter.needs_features
+    guide = drafter, adaptive
     batch = Batch(
         plan.runner, lambda *_: guide, statistics=statistics, static=plan.static, needs_features=features
     )

@@ -416,7 +416,7 @@ def test_the_default_is_one_that_the_step_can_run(model, monkeypatch):
     host_bound = UnionDrafter([drafter, OracleDrafter([], TREE, hit_rate=1.0)])
     monkeypatch.setattr("medusa.drafters.registry.not_capturable", lambda _: [host_bound])
     assert type(model.drafter_for(1)) is DynamicHeadsDrafter
-    assert type(model.drafter_for(1, "static")) is HeadsDrafter
+    assert type(model._drafters.default(1, "static")) is HeadsDrafter
 
 
 @pytest.mark.parametrize(

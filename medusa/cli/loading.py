@@ -41,9 +41,9 @@ from medusa.drafters.registry import DrafterFactory, DrafterSettings, uses_model
 from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_bytes, share_apart
 from medusa.heads.adapter import apply_adapter
-from medusa.heads.autoregressive_head import Heads, check_heads_fit_source
+from medusa.heads.autoregressive_head import Heads
 from medusa.heads.calibration import AnsweredTokens
-from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, load_heads, own_heads
+from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, check_heads_fit_source, load_heads, own_heads
 from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
 from medusa.options import Dtype, Engine, StepKind, TemplateOptions

@@ -346,8 +346,8 @@ def _settings(base: CausalLM, rows: DecodeState) -> Hashable:
 class StaticRows:
     """The rows of one request, in steps of fixed shape.
 
-    The host reads the results every ``interval`` steps. With ``captured``, the steps are CUDA graphs, whose
-    runners are kept there for the calls to come.
+    The host reads the results every :attr:`interval` steps. With ``captured``, the steps are CUDA graphs,
+    whose runners are kept there for the calls to come.
     """
 
     def __init__(
@@ -355,10 +355,8 @@ class StaticRows:
         base: CausalLM,
         drafter: StaticDrafter,
         captured: dict[Hashable, StepRunner] | None = None,
-        interval: int | None = None,
     ):
-        default = HOST_SYNC_INTERVALS.get(lm_head_device(base).type, DEFAULT_HOST_SYNC_INTERVAL)
-        self.interval = default if interval is None else interval
+        self.interval = HOST_SYNC_INTERVALS.get(lm_head_device(base).type, DEFAULT_HOST_SYNC_INTERVAL)
         self.base, self.drafter, self._captured = base, drafter, captured
         self._runner: StepRunner | None = None
         self._key: Hashable = None

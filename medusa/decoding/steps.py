@@ -49,7 +49,6 @@ class StepPlan:
     """How the steps of one request, or of a batch, are run."""
 
     runner: ModelRunner
-    drafter: Drafter
     static: StaticRows | None = None
     """The runner of static steps; None for general steps."""
     setup_seconds: float = 0.0
@@ -79,14 +78,8 @@ class Steps:
         heads = parts_of_heads(self.heads, lm_head(self.base))
         return [*library_paths(self.base), *(part.path for part in heads)]
 
-    def plan(
-        self,
-        step: StepKind,
-        drafter: Drafter,
-        request: DecodeRequest,
-        host_sync_interval: int | None = None,
-    ) -> StepPlan:
-        """How to decode ``request`` with ``drafter``; ``host_sync_interval`` as for :class:`StaticRows`.
+    def plan(self, step: StepKind, drafter: Drafter, request: DecodeRequest) -> StepPlan:
+        """How to decode ``request`` with ``drafter``.
 
         Raises:
             ValueError: such steps do not run on this base, or cannot decode this request.
@@ -95,18 +88,18 @@ class Steps:
             check_step(step, self.base)
             self._checked.add(step)
         if step == "general":
-            return StepPlan(ModelRunner(self.base, drafter.aux_layers), drafter)
+            return StepPlan(ModelRunner(self.base, drafter.aux_layers))
         if step == "compiled":
             compiled, seconds = self.compiled_pass()
             runner = ModelRunner(self.base, drafter.aux_layers, compiled.verify)
-            return StepPlan(runner, drafter, setup_seconds=seconds)
+            return StepPlan(runner, setup_seconds=seconds)
         checked = static_drafter(step, drafter, request)
         captured = self.captured if step == "captured" else None
         if captured is not None and (alteration := alteration_of(self.base)) is not None:
             warn_of_static_steps(f"the base has got {alteration}, which a replay leaves out")
             captured = None
-        rows = StaticRows(self.base, checked, captured, host_sync_interval)
-        return StepPlan(ModelRunner(self.base, drafter.aux_layers), checked, rows)
+        rows = StaticRows(self.base, checked, captured)
+        return StepPlan(ModelRunner(self.base, drafter.aux_layers), rows)
 
     def runner_of_many(self, step: StepKind, layers: tuple[int, ...]) -> ModelRunner:
         """The passes of a batch that requests join, with the states of ``layers``.

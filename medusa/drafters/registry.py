@@ -45,8 +45,8 @@ from medusa.drafters.union import UnionDrafter
 from medusa.engine.engine_state import apply_engine
 from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_unsupported_reason
-from medusa.heads.autoregressive_head import AutoregressiveHead, Heads, check_heads_fit
-from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
+from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
+from medusa.heads.checkpoint import HeadsCheckpoint, check_heads_fit, load_heads
 from medusa.heads.eagle3 import Eagle3Head
 from medusa.heads.fingerprint import warn_of_another_base
 from medusa.heads.mtp import mtp_unsupported_reason, own_head

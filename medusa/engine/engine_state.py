@@ -16,7 +16,8 @@ from medusa.engine.snapshot import Snapshot, alteration_of
 from medusa.engine.views import float32_unsupported_reason, packed_as, packed_unsupported_reason, view_of
 from medusa.hardware import device_name
 from medusa.heads.adapter import folded
-from medusa.heads.autoregressive_head import Heads, check_heads_fit
+from medusa.heads.autoregressive_head import Heads
+from medusa.heads.checkpoint import check_heads_fit
 from medusa.options import Engine
 from medusa.trees.tuned_trees import Runtime
 
@@ -85,7 +86,9 @@ class EngineState:
         self.base, self.heads, self.engine = base, heads, engine
         name = resolved_engine(base, engine)
         self._has_kernels, self._is_held_once = name != "eager", packed_as(base) is not None
-        self.runner: CausalLM = apply_engine(base if name == "eager" else folded(base), engine)
+        has_adapter = bool(getattr(base, "peft_config", None))
+        plain = folded(base) if has_adapter and name != "eager" else base
+        self.runner: CausalLM = apply_engine(plain, engine)
         """The base model as the engine runs it; ``base`` itself when eager."""
         self.optimized_heads = heads
         """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""

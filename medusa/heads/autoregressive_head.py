@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
-from medusa.base.loading import BaseSource
 from medusa.heads.causal_layer import document_pairs
 from medusa.heads.draft_vocab import DraftVocab
 from medusa.heads.medusa_heads import MedusaHeads
@@ -84,37 +82,6 @@ class AutoregressiveHead(DraftVocab):
 
 Heads = MedusaHeads | AutoregressiveHead
 """The kinds of heads."""
-
-
-def check_heads_fit(heads: Heads, base: CausalLM) -> None:
-    """Raise ValueError unless ``heads`` can sit on a base of these sizes."""
-    advice = "load the base model that the heads were trained on"
-    check_sizes(base, heads.config.hidden_size, heads.config.vocab_size, "heads were trained", advice)
-
-
-def check_heads_fit_source(heads: Heads, source: BaseSource) -> None:
-    """As :func:`check_heads_fit`, for a base that is not loaded: what its configuration does not say is not
-    compared."""
-    for name in ("hidden_size", "vocab_size"):
-        theirs, ours = getattr(heads.config, name), getattr(source, name)
-        if None not in (theirs, ours) and theirs != ours:
-            raise ValueError(
-                f"heads were trained for {name}={theirs}, base model {source.name!r} has {ours}; load the "
-                "base model that the heads were trained on, or give heads=None (--heads none)"
-            )
-
-
-def check_sizes(base: CausalLM, size: int, vocabulary: int | None, what: str, advice: str) -> None:
-    """Raise ValueError unless heads of these sizes can sit on ``base``; None are heads without rows. The
-    message says ``what`` has other sizes, and the ``advice``."""
-    for name, theirs, ours in (
-        ("hidden_size", size, hidden_size(base)),
-        ("vocab_size", vocabulary, vocab_size(base)),
-    ):
-        if theirs is not None and theirs != ours:
-            raise ValueError(
-                f"{what} for {name}={theirs}, base model {base.name_or_path!r} has {ours}; {advice}"
-            )
 
 
 def unroll(

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM, embedding_weight, lm_head
 from medusa.files import read_json
-from medusa.heads.autoregressive_head import Heads, check_sizes
-from medusa.heads.checkpoint import HeadsCheckpoint
+from medusa.heads.autoregressive_head import Heads
+from medusa.heads.checkpoint import HeadsCheckpoint, check_sizes
 
 CONFIG_FILE = "config.json"
 

@@ -37,6 +37,8 @@ from medusa.trees.rank_counts import RankCounts
 
 COMPARED_SIZES = (8, 16, 64)
 """Nodes of trees, root included."""
+TIMED_TOKENS = 24
+"""Length of the answers whose steps are timed."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,6 @@ def measured_steps(
     counts: Sequence[RankCounts],
     num_nodes: int,
     prompts: Sequence[Mapping[str, Any]],
-    max_new_tokens: int = 24,
     label: str | None = None,
 ) -> dict[str, list[Answer]]:
     """Answers of each set of heads with its best tree of ``num_nodes``, by label: how long do steps take?
@@ -118,7 +119,7 @@ def measured_steps(
         output: Any = model.generate(
             **prompts[question],
             drafter=drafters[name],
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=TIMED_TOKENS,
             do_sample=False,
             return_dict_in_generate=True,
         )

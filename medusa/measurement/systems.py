@@ -32,8 +32,8 @@ from medusa.drafters.registry import (
     uses_model_heads,
 )
 from medusa.engine.optimized_heads import optimized_heads
-from medusa.heads.autoregressive_head import Heads, check_heads_fit
-from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
+from medusa.heads.autoregressive_head import Heads
+from medusa.heads.checkpoint import HeadsCheckpoint, check_heads_fit, load_heads
 from medusa.measurement.llama_cpp import LlamaCpp, answered_by, llama_cpp_unsupported_reason
 from medusa.model import MedusaModel
 from medusa.trees.candidate_tree import CandidateTree

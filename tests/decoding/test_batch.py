@@ -453,7 +453,7 @@ def test_the_queue_and_the_sizes_have_limits():
     with pytest.raises(ValueError, match="max_rows must be at least 1, got 0"):
         BatchLimits(max_rows=0)
     with pytest.raises(ValueError, match="one shape"):
-        model.continuous_batch(step="static")
+        MedusaModel(tiny_model("llama"), step="static").continuous_batch()
 
 
 def test_the_tree_follows_the_number_of_rows_up_to_the_next_power_of_two():
