@@ -543,9 +543,8 @@ class MedusaModel:
             statistics=statistics,
             static=plan.static,
             needs_features=drafter.needs_features,
-            is_streamed=is_streamed,
         )
-        return decode(batch, request)
+        return decode(batch, request, is_streamed)
 
     def _joined(
         self, call: dict[str, Any], options: _Options, streamer: BaseStreamer | None

@@ -58,7 +58,7 @@ COMMANDS = {
     ),
     "push": Command("interop:push", "option_types:PushOptions", "publish heads on the Hugging Face hub"),
 }
-"""Each is imported on demand; options in :mod:`medusa.cli.option_types` and in ``serve`` are read without torch."""
+"""Each is imported on demand; the options of ``option_types`` and ``serve`` are read without torch."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -135,8 +135,6 @@ class Batch:
             (drafter, adaptive policy or None). Cached per power of two.
         staleness_check: raises ValueError where base or heads have changed since the batch was made. Called
             with True for each new request, with False once a turn.
-        is_streamed: whether a single request hands out each token at once; otherwise the weights are checked
-            at its end.
         static: runs steps of fixed shape in place of the general ones, for a single request.
         needs_features: whether drafters read the hidden states of the whole text.
         max_nodes: the largest number of nodes of a draft.
@@ -152,7 +150,6 @@ class Batch:
         static: StaticRows | None = None,
         needs_features: bool = False,
         max_nodes: int = 1,
-        is_streamed: bool = True,
     ):
         self.limits = limits
         self.statistics = DecodingStatistics() if statistics is None else statistics
@@ -161,8 +158,8 @@ class Batch:
         self.prefixes = PrefixCache(limits.prefix_bytes)
         self.waiting: deque[Row] = deque()
         self._runner, self._static = replace(runner, keeps_features=needs_features), static
-        self._make_drafter, self._staleness_check = make_drafter, staleness_check
-        self._max_nodes, self._is_streamed = max_nodes, is_streamed
+        self._make_drafter, self.staleness_check = make_drafter, staleness_check
+        self._max_nodes = max_nodes
         self._clock, self._validator = PhaseClock(self.statistics), DraftValidator(vocab_size(runner.base))
         self._prefills: list[_Prefill] = []  # each less than half as long as the rest of the one before
         self._has_read = False  # prompts, in the last turn
@@ -207,7 +204,7 @@ class Batch:
             ValueError: it cannot share passes with others, or can never fit; or base or heads have changed
                 since the batch was made.
         """
-        self._staleness_check(True)
+        self.staleness_check(True)
         self.check(row.request)
         if self.free_capacity < 1:
             raise QueueFull(f"{len(self.waiting)} requests wait already")
@@ -263,24 +260,19 @@ class Batch:
         Raises:
             ValueError: the weights have changed since the batch was made; rows are as they were.
         """
+        self.staleness_check(False)
         return [output for each in self.step_outputs() for output in each]
 
     @torch.inference_mode(False)  # a stream may be continued outside the mode that it was begun in
     @torch.no_grad()
     def step_outputs(self) -> list[list[RowOutput]]:
-        """As :meth:`step`, one list for each forward pass: static steps run several in a turn."""
-        is_single_request = self.limits is SINGLE_REQUEST
+        """As :meth:`step`, one list for each forward pass: static steps run several in a turn. The caller
+        checks the weights."""
         with pinned_attention(self._device):
-            if not is_single_request:  # whose rows stay as they were
-                self._staleness_check(False)
             self._has_read = bool(self.waiting or self._prefills) and not (self._state and self._has_read)
             if self._has_read:
-                outputs = [self._prefill_chunk()]
-            else:
-                outputs = self._decode() if self._state else []
-            if is_single_request and (self._is_streamed or not self.is_busy):
-                self._staleness_check(False)  # no token of other weights is handed out
-            return outputs
+                return [self._prefill_chunk()]
+            return self._decode() if self._state else []
 
     def _prefill_chunk(self) -> list[RowOutput]:
         """Prefill up to ``chunk`` tokens: half of the budget is reserved for the oldest prompt, the rest goes
@@ -565,12 +557,18 @@ def _moved_up(num_rows: int, gone: set[int]) -> list[int]:
     return [last.pop() if row in gone else row for row in range(num_kept)]
 
 
-def decode(batch: Batch, request: DecodeRequest) -> Iterator[StepResult]:
-    """Decode ``request`` in ``batch``, which has nothing else to do, one :class:`StepResult` per pass."""
+def decode(batch: Batch, request: DecodeRequest, is_streamed: bool = True) -> Iterator[StepResult]:
+    """Decode ``request`` in ``batch``, which has nothing else to do, one :class:`StepResult` per pass.
+
+    The weights are checked before tokens are handed out; unless ``is_streamed``, only before the last are.
+    """
     rows = batch.start(request)
     try:
         while batch.is_busy:
-            for row_outputs in batch.step_outputs():
+            outputs = batch.step_outputs()
+            if is_streamed or not batch.is_busy:
+                batch.staleness_check(False)
+            for row_outputs in outputs:
                 result = StepResult([[] for _ in rows], [[] for _ in rows])
                 for each in row_outputs:
                     if each.row.error is not None:

@@ -305,8 +305,6 @@ class RunOptions:
             raise ValueError("overwrite and resume exclude each other, got both")
 
 
-KINDS = {"medusa": ("medusa",), "eagle3": ("eagle3",), "mtp": (), "joint": ("medusa", "joint")}
-"""The groups of options of each kind of training, besides the common ones."""
 _LAUNCHED_PRECISIONS = {"no": "fp32", "bf16": "bf16"}
 
 
@@ -366,7 +364,7 @@ class TrainingConfiguration:
         ):
             if is_wrong:
                 raise ValueError(message)
-        for name in {name for names in KINDS.values() for name in names} - set(KINDS[self.kind]):
+        for name in {"medusa", "eagle3", "joint"} - {self.heads.head_kind, self.kind}:
             group = dataclasses.asdict(getattr(self, name))
             for key, default in dataclasses.asdict(type(getattr(self, name))()).items():
                 if group[key] != default:
@@ -377,7 +375,7 @@ class TrainingConfiguration:
 
     @property
     def kind(self) -> str:
-        """The kind of training, a key of :data:`KINDS`."""
+        """The kind of training: "joint", or the kind of the heads."""
         return "joint" if self.joint.joint else self.heads.head_kind
 
     @property

@@ -28,7 +28,7 @@ from medusa.training.config import LossOptions
 from medusa.training.data.dataset import Document, Documents
 from medusa.training.data.loading import Dataset, load_data
 from medusa.training.losses import add_metrics, align
-from medusa.training.recipes.frozen import AutoregressiveLoss
+from medusa.training.recipes.recipe import AutoregressiveLoss
 from medusa.training.run.metrics import calibrated_tree
 from medusa.training.run.trainer import Trainer
 from medusa.training.states.stored import HiddenStateSource, StateBatch

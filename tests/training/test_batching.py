@@ -17,7 +17,7 @@ from medusa.training.config import DataOptions, LossOptions
 from medusa.training.data.batching import MicroBatch, collate, plan_epoch, plan_in_order
 from medusa.training.data.dataset import Document, Documents
 from medusa.training.losses import add_metrics
-from medusa.training.recipes.frozen import HeadsLoss, LossSums
+from medusa.training.recipes.recipe import HeadsLoss, LossSums
 from medusa.training.states.base import OnlineHiddenStates, check_packing
 from medusa.training.states.stored import HiddenStateSource
 

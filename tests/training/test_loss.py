@@ -14,7 +14,7 @@ from medusa import HeadsConfig, MedusaHeads
 from medusa.base.causal_lm import hidden_states
 from medusa.training.config import LossOptions
 from medusa.training.losses import Alignment, FusedLoss, SplitHeads, align, needed_states, teacher_of
-from medusa.training.recipes.frozen import HeadsLoss
+from medusa.training.recipes.recipe import HeadsLoss
 
 NUM_HEADS, HIDDEN, VOCAB, MAPPED = 3, 16, 40, 20
 UNEMBEDDINGS = ("shared", "full", "token_map")

@@ -12,7 +12,7 @@ from accelerate import DistributedType, InitProcessGroupKwargs
 
 from medusa import HeadsConfig, MedusaHeads
 from medusa.training.config import LossOptions, OptimisationOptions, RunOptions
-from medusa.training.recipes.frozen import HeadsLoss
+from medusa.training.recipes.recipe import HeadsLoss
 from medusa.training.run import processes
 
 

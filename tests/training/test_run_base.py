@@ -38,7 +38,7 @@ from medusa.training.config import BaseOptions, DataOptions
 from medusa.training.data.batching import collate
 from medusa.training.data.dataset import Document, Documents
 from medusa.training.losses import teacher_of
-from medusa.training.recipes.frozen import new_heads
+from medusa.training.recipes.recipe import new_heads
 from medusa.training.run import job
 from medusa.training.states.base import (
     OnlineHiddenStates,

@@ -34,7 +34,7 @@ from medusa.training.data.batching import collate
 from medusa.training.data.dataset import Document, Documents
 from medusa.training.data.loading import load_data
 from medusa.training.losses import teacher_of
-from medusa.training.recipes.frozen import HeadsLoss
+from medusa.training.recipes.recipe import HeadsLoss
 from medusa.training.states import format as states_format
 from medusa.training.states.base import OnlineHiddenStates
 from medusa.training.states.format import StatesDirectory, digest_of_weights

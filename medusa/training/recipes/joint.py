@@ -42,8 +42,7 @@ from medusa.training.losses import (
     expected,
     teacher_of,
 )
-from medusa.training.recipes.frozen import HeadsLoss, new_heads
-from medusa.training.recipes.recipe import Recipe, RunState
+from medusa.training.recipes.recipe import HeadsLoss, Recipe, RunState, new_heads
 from medusa.training.states.stored import HiddenStateSource
 
 

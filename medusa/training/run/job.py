@@ -20,8 +20,8 @@ from medusa.heads.adapter import peft_library
 from medusa.training.config import RunOptions, TrainingConfiguration
 from medusa.training.data.dataset import Dataset, read_dataset, trained_on
 from medusa.training.data.loading import LEGEND, coloured, load_data, tokenised
-from medusa.training.recipes.frozen import AutoregressiveRecipe, MedusaRecipe
 from medusa.training.recipes.joint import JointRecipe
+from medusa.training.recipes.recipe import AutoregressiveRecipe, MedusaRecipe
 from medusa.training.run.metrics import calibrated_tree, draw_training, table
 from medusa.training.run.processes import StopSignal, new_accelerator, on_main_process
 from medusa.training.run.run_directory import RunDirectory

@@ -199,10 +199,6 @@ class RunDirectory:
             write_json(self.tracker, {"id": uuid.uuid4().hex[:12]})
         return read_json(self.tracker)["id"]
 
-    def append_metrics(self, entry: dict[str, Any]) -> None:
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
-
     def logged_metrics(self) -> list[dict[str, Any]]:
         """Every whole log entry, in the order of writing; a killed run may leave half a line at the end."""
         entries = []
@@ -361,11 +357,15 @@ def provenance(
 
     ``is_finished`` marks a run's result, to which nothing is to be added.
     """
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
     return {
         "command": shlex.join(sys.orig_argv),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "medusa": {"version": medusa.__version__, "commit": _commit(Path(medusa.__file__).parent)},
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": versions,
         "machine": {"system": platform.platform(), "processor": platform.machine()},
         "configuration": configuration.as_dict(),
         "data": dict(counts),
@@ -380,14 +380,6 @@ def provenance(
         },
         "metrics": dict(metrics),
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
 
 
 @functools.cache

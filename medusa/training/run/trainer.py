@@ -7,6 +7,7 @@ targets in the group, is known from the plan, so no communication is needed.
 
 from __future__ import annotations
 
+import json
 import math
 import resource
 import time
@@ -353,7 +354,8 @@ class Trainer:
         metrics = self.accelerator.reduce(sums, "sum").metrics(name)
         self.accelerator.log({**metrics, **beside}, step=self.state.step)
         if self._is_main and metrics:
-            self.run.append_metrics({"step": self.state.step, **metrics, **beside})
+            with self.run.metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": self.state.step, **metrics, **beside}) + "\n")
         return metrics
 
     @property

@@ -208,7 +208,10 @@ class HiddenStateSource:
         if (stored := self.stored.get(name)) is None:
             hidden = self.live(padded, layers)
         else:
-            hidden = _padded_states(stored, batch, padded)
+            hidden = torch.zeros(*padded.input_ids.shape, stored.size, dtype=stored.dtype)
+            for row, indices in zip(hidden, batch, strict=False):
+                found = torch.cat([stored.row(index) for index in indices])
+                row[: len(found)] = found
         # The token joined to a row's last state is never read.
         following = padded.input_ids.roll(-1, dims=1).to(base.device)
         rows = StateBatch(hidden.to(base.device, base.dtype), following, padded.positions.to(base.device))
@@ -221,15 +224,6 @@ class StateBatch(NamedTuple):
     hidden: Tensor  # (B, T, (1 + L) * D); zeros where no state is kept
     next_tokens: Tensor  # (B, T) long; the token after each
     positions: Tensor  # (B, T) long; from 0 at the start of each document
-
-
-def _padded_states(stored: CachedHiddenStates, batch: MicroBatch, padded: PaddedBatch) -> Tensor:
-    """The stored states (B, T, (1 + L) * D) of a micro-batch, empty or not."""
-    states = torch.zeros(*padded.input_ids.shape, stored.size, dtype=stored.dtype)
-    for row, indices in zip(states, batch, strict=False):
-        found = torch.cat([stored.row(index) for index in indices])
-        row[: len(found)] = found
-    return states
 
 
 def _difference(manifest: Path, header: Mapping[str, Any]) -> str | None:
