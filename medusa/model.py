@@ -25,7 +25,7 @@ from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
 from medusa.decoding.steps import Steps, check_step, compiled_unsupported_reason
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.references import References, SuffixCorpus, references_of
-from medusa.drafters.registry import MAX_OPTIONAL_NODES, DrafterFactory, DrafterSettings
+from medusa.drafters.registry import MAX_OPTIONAL_NODES, DrafterFactory
 from medusa.engine.engine_state import EngineState
 from medusa.engine.loading import PLACING, load_for_engine
 from medusa.hardware import multiplies_in_float32, release_threads
@@ -39,7 +39,7 @@ from medusa.heads.checkpoint import (
     own_heads,
 )
 from medusa.hub import HUB_ARGUMENTS
-from medusa.options import Engine, StepKind, check_read_by
+from medusa.options import DrafterSettings, Engine, StepKind, check_read_by
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for
 
@@ -284,7 +284,8 @@ class MedusaModel:
             ValueError: no such drafter, or it lacks something or cannot fill ``tree``; or a setting is out of
                 bounds or none of this drafter's.
         """
-        settings = DrafterSettings(draft_length, draft_width, draft_model, exit_layer, eagle3)
+        given: dict[str, Any] = {"draft_model": draft_model, "eagle3": eagle3}
+        settings = DrafterSettings(draft_length, draft_width, exit_layer=exit_layer, **given)
         check_read_by(settings, name)
         return DrafterFactory(self, settings).make(name, tree)
 

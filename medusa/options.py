@@ -9,7 +9,7 @@ import json
 import math
 import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Engine = Literal["auto", "eager", "packed", "int8"]
@@ -24,6 +24,32 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 NOT_UTF8 = "must be UTF-8 text, and is not; convert it first, for example with iconv"
 SETTING_OF = {"draft_model": "draft-model", "exit_layer": "early-exit", "eagle3": "eagle3"}
 """Setting of a single drafter -> that drafter."""
+
+
+@dataclass(frozen=True)
+class DrafterSettings:
+    """Options of drafters other than heads."""
+
+    draft_length: int | None = None
+    """Draft tokens of a chain; none is the drafter's own. Heads keep their own tree, and are a chain only for
+    rules that take nothing else."""
+    draft_width: int = 1
+    """Chains side by side, where the rule takes a tree."""
+    draft_model: str | None = None
+    """For draft-model: a smaller model with the same tokenizer, a directory or a hub id."""
+    exit_layer: int | None = None
+    """For early-exit: layers of the base to run."""
+    eagle3: str | None = None
+    """For eagle3: a heads directory or hub id of an EAGLE-3 head."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "draft_length", "draft_width", "exit_layer")
+
+    def read_by(self, *drafters: str) -> DrafterSettings:
+        """Without the options that none of ``drafters``, names or unions of them, reads."""
+        parts = {part for name in drafters for part in name.split("+")}
+        unread: dict[str, Any] = {name: None for name, drafter in SETTING_OF.items() if drafter not in parts}
+        return replace(self, **unread)
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,11 @@ import torch
 from medusa.acceptance.rules import RULES
 from medusa.cli.loading import encode_prompts, load_model, load_prompts, measured_on
 from medusa.cli.options import (
-    DrafterOptions,
     GrowingInts,
     ProgramOptions,
     chat_with,
 )
 from medusa.console import log_console
-from medusa.drafters.registry import DrafterSettings
 from medusa.engine import QUANTISED
 from medusa.hardware import DeviceRates, measured_rates
 from medusa.measurement.benchmark import (
@@ -54,7 +52,7 @@ from medusa.measurement.systems import (
 )
 from medusa.measurement.timing import Answer
 from medusa.model import MedusaModel
-from medusa.options import check_above, check_at_least, check_read_by
+from medusa.options import DrafterSettings, check_above, check_at_least, check_read_by
 from medusa.plots import short_name
 from medusa.trees.rank_counts import RankCounts
 
@@ -92,7 +90,7 @@ class BenchmarkOptions(ProgramOptions):
     measured on batches.
     """
 
-    drafters: DrafterOptions = DrafterOptions()
+    drafters: DrafterSettings = DrafterSettings()
     systems: tuple[str, ...] | None = None
     """Systems to compare: transformers, transformers-static, prompt-lookup, assisted, llama.cpp, default
     (generate with nothing named), LABEL=HEADS (other heads of this base), a drafter (heads, dynamic-heads,
@@ -142,7 +140,7 @@ def benchmark(options: BenchmarkOptions) -> list[str]:
     systems, skipped = make_systems(
         names if PLAIN in names else [PLAIN, *names],
         model,
-        DrafterSettings(**vars(options.drafters)),
+        options.drafters,
         options.llama_cpp,
         options.acceptance,
         options.answers.temperature == 0,

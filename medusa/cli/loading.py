@@ -37,7 +37,7 @@ from medusa.console import counted, log_console, megabytes, track
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.decoding.steps import check_step
 from medusa.drafters.protocol import Drafter
-from medusa.drafters.registry import DrafterFactory, DrafterSettings, uses_model_heads
+from medusa.drafters.registry import DrafterFactory, uses_model_heads
 from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_bytes, share_apart
 from medusa.heads.adapter import apply_adapter
@@ -226,8 +226,7 @@ def load_for_replies(
     name, is_plain = options.replies.drafter, options.replies.plain
     with_heads = not is_plain and (name is None or uses_model_heads(name))
     model = load_model(options.model, with_heads, template)
-    settings = DrafterSettings(**vars(options.drafters))
-    return model, None if name is None else DrafterFactory(model, settings).make(name)
+    return model, None if name is None else DrafterFactory(model, options.drafters).make(name)
 
 
 def compile_model(options: CompileOptions) -> list[str]:

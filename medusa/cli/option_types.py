@@ -11,12 +11,12 @@ import tyro
 from medusa.assets import EMBEDDED_BASE
 from medusa.cli.options import (
     AnswerOptions,
-    DrafterOptions,
     ModelOptions,
     PromptOptions,
     ReportOptions,
 )
 from medusa.options import (
+    DrafterSettings,
     Dtype,
     ForeignName,
     TemplateOptions,
@@ -55,7 +55,7 @@ class AnsweringOptions:
     model: ModelOptions = ModelOptions()
     answers: AnswerOptions = AnswerOptions(max_new_tokens=512)
     replies: ReplyOptions = ReplyOptions()
-    drafters: DrafterOptions = DrafterOptions()
+    drafters: DrafterSettings = DrafterSettings()
 
     def __post_init__(self) -> None:
         check_read_by(self.drafters, self.replies.drafter or "")

@@ -28,7 +28,15 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from medusa.assets import DEFAULT_HEADS, is_embedded_base, named_file
 from medusa.console import log_console, print_list
 from medusa.files import read_yaml
-from medusa.options import SETTING_OF, Dtype, Engine, StepKind, TemplateOptions, check_at_least, check_within
+from medusa.options import (
+    DrafterSettings,
+    Dtype,
+    Engine,
+    StepKind,
+    TemplateOptions,
+    check_at_least,
+    check_within,
+)
 
 EMBEDDED_HEADS = "smollm2-135m-instruct"
 """The heads that ship for the embedded base."""
@@ -432,32 +440,6 @@ class AnswerOptions:
 
 
 @dataclass(frozen=True)
-class DrafterOptions:
-    """Options of drafters other than heads."""
-
-    draft_length: int | None = None
-    """Draft tokens of a chain; none is the drafter's own. Heads keep their own tree, and are a chain only for
-    rules that take nothing else."""
-    draft_width: int = 1
-    """Chains side by side, where the rule takes a tree."""
-    draft_model: str | None = None
-    """For draft-model: a smaller model with the same tokenizer."""
-    exit_layer: int | None = None
-    """For early-exit: layers of the base to run."""
-    eagle3: str | None = None
-    """For eagle3: a heads directory or hub id of an EAGLE-3 head."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "draft_length", "draft_width", "exit_layer")
-
-    def read_by(self, *drafters: str) -> DrafterOptions:
-        """Without the options that none of ``drafters``, names or unions of them, reads."""
-        parts = {part for name in drafters for part in name.split("+")}
-        unread: dict[str, Any] = {name: None for name, drafter in SETTING_OF.items() if drafter not in parts}
-        return dataclasses.replace(self, **unread)
-
-
-@dataclass(frozen=True)
 class ReportOptions:
     """The files that a program writes."""
 
@@ -504,7 +486,7 @@ def _own_name() -> str:
     return shlex.quote(os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script))
 
 
-def chat_with(drafter: str, model: ModelOptions, drafters: DrafterOptions) -> str:
+def chat_with(drafter: str, model: ModelOptions, drafters: DrafterSettings) -> str:
     """The command that chats with this drafter, as measurements call it."""
     which = {"plain": ["--plain"], "default": []}.get(drafter, ["--drafter", drafter])
     return command("chat", *which, *to_argv(model), *to_argv(drafters.read_by(drafter)))

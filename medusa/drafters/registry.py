@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -50,7 +49,7 @@ from medusa.heads.checkpoint import HeadsCheckpoint, check_heads_fit, load_heads
 from medusa.heads.eagle3 import Eagle3Head
 from medusa.heads.fingerprint import warn_of_another_base
 from medusa.heads.mtp import mtp_unsupported_reason, own_head
-from medusa.options import Engine, StepKind, check_at_least
+from medusa.options import DrafterSettings, Engine, StepKind
 from medusa.trees.candidate_tree import CandidateTree
 
 DEFAULT_DRAFT_LENGTH = 4
@@ -59,29 +58,11 @@ MAX_OPTIONAL_NODES = 12
 NO_STATE = "a base whose layers are all attention: this one's states cannot forget its own guesses"
 
 
-@dataclass(frozen=True)
-class DrafterSettings:
-    """Settings of drafters. Each reads its own fields."""
-
-    draft_length: int | None = None
-    """Draft tokens of a chain; None: each drafter's default. Heads use the model's own tree."""
-    draft_width: int = 1
-    """Chains side by side, for rules that take a tree; 1 is one chain."""
-    draft_model: str | Path | CausalLM | None = None
-    """The smaller model of "draft-model": a directory, a hub id, or a loaded model."""
-    exit_layer: int | None = None
-    """How many layers of the base "early-exit" runs."""
-    eagle3: str | Path | HeadsCheckpoint | None = None
-    """The head of "eagle3": a heads directory, a hub id, or a loaded checkpoint."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "draft_length", "draft_width", "exit_layer")
-
-    def tree(self, default_length: int = DEFAULT_DRAFT_LENGTH) -> CandidateTree:
-        """The tree of a drafter without its own: a chain, or ``draft_width`` independent chains."""
-        length = self.draft_length or default_length
-        chains = self.draft_width > 1
-        return independent_chains(self.draft_width, length) if chains else CandidateTree.chain(length)
+def tree_of(settings: DrafterSettings, default_length: int = DEFAULT_DRAFT_LENGTH) -> CandidateTree:
+    """The tree of a drafter without its own: a chain, or ``draft_width`` independent chains."""
+    length = settings.draft_length or default_length
+    chains = settings.draft_width > 1
+    return independent_chains(settings.draft_width, length) if chains else CandidateTree.chain(length)
 
 
 class DraftHost(Protocol):
@@ -169,7 +150,7 @@ def _eagle3(host: DraftHost, settings: DrafterSettings) -> AutoregressiveDrafter
     head.to(lm_head_device(base)).eval()
     tree = checkpoint.tree
     if tree is None or not tree.depth:
-        tree = settings.tree(head.num_heads)
+        tree = tree_of(settings, head.num_heads)
     return AutoregressiveDrafter(head, base, tree)
 
 
@@ -181,7 +162,7 @@ def _mtp(host: DraftHost, settings: DrafterSettings) -> AutoregressiveDrafter:
     """With the layers that come with the base, as deep as they are many unless ``settings`` say otherwise."""
     head = own_head(host.base, settings.draft_length)
     return AutoregressiveDrafter(
-        head.to(lm_head_device(host.base)).eval(), host.runner, settings.tree(head.num_heads)
+        head.to(lm_head_device(host.base)).eval(), host.runner, tree_of(settings, head.num_heads)
     )
 
 
@@ -196,7 +177,7 @@ def _draft_model(host: DraftHost, settings: DrafterSettings) -> DraftModelDrafte
         draft_model = _loaded_beside(host, source)
     check_draft_vocabulary(host.base, draft_model)
     check_draft_device(host.base, draft_model)
-    return DraftModelDrafter(draft_model, vocab_size(host.base), settings.tree())
+    return DraftModelDrafter(draft_model, vocab_size(host.base), tree_of(settings))
 
 
 def _loaded_beside(host: DraftHost, source: BaseSource) -> CausalLM:
@@ -225,7 +206,7 @@ def _missing_exit_layer(host: DraftHost, settings: DrafterSettings) -> str | Non
 
 def _early_exit(host: DraftHost, settings: DrafterSettings) -> SelfDrafter:
     assert settings.exit_layer is not None, "refused before"
-    return SelfDrafter(early_exit(host.runner, settings.exit_layer), settings.tree())
+    return SelfDrafter(early_exit(host.runner, settings.exit_layer), tree_of(settings))
 
 
 DRAFTERS: dict[str, NamedDrafter] = {
@@ -246,7 +227,7 @@ DRAFTERS: dict[str, NamedDrafter] = {
         NamedDrafter("early-exit", _early_exit, _missing_exit_layer),
         NamedDrafter(
             "low-precision",
-            lambda host, settings: LowPrecisionDrafter(low_precision(host.base), settings.tree()),
+            lambda host, settings: LowPrecisionDrafter(low_precision(host.base), tree_of(settings)),
             lambda host, settings: (
                 NO_STATE if is_recurrent(host.base) else packed_unsupported_reason(host.base)
             ),

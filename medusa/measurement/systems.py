@@ -27,7 +27,6 @@ from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import (
     DEFAULT_DRAFTER,
     DrafterFactory,
-    DrafterSettings,
     part_names,
     uses_model_heads,
 )
@@ -36,6 +35,7 @@ from medusa.heads.autoregressive_head import Heads
 from medusa.heads.checkpoint import HeadsCheckpoint, check_heads_fit, load_heads
 from medusa.measurement.llama_cpp import LlamaCpp, answered_by, llama_cpp_unsupported_reason
 from medusa.model import MedusaModel
+from medusa.options import DrafterSettings
 from medusa.trees.candidate_tree import CandidateTree
 
 THEIRS = TRANSFORMERS, STATIC, LOOKUP, ASSISTED = (

@@ -8,7 +8,7 @@ from medusa.cli.benchmark import BenchmarkOptions
 from medusa.cli.option_types import ReplyOptions
 from medusa.cli.options import (
     AnswerOptions,
-    DrafterOptions,
+    DrafterSettings,
     GrowingInts,
     PromptOptions,
     flag_types,
@@ -22,7 +22,7 @@ class Options:
     """Some of everything."""
 
     answers: AnswerOptions = AnswerOptions(max_new_tokens=512)
-    drafters: DrafterOptions = DrafterOptions()
+    drafters: DrafterSettings = DrafterSettings()
     sizes: GrowingInts = (1,)
     """Sizes to compare."""
     names: list[str] = field(default_factory=list)
