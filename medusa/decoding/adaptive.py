@@ -229,11 +229,20 @@ class AdaptiveDrafting:
             if self._asks_fallback:
                 self._num_plain = 0
         elif self.drafts:
-            self._drafted(tokens_per_row, num_steps, num_nodes)
-            if not self._is_first and seconds is not None:
-                self._drafted_step = num_nodes, seconds / num_steps
-                if before is not None:
-                    self.cost.learn_node(before, self._drafted_step)
+            cost, price, self._asks_fallback = self.cost, self.cost.plain_steps(num_nodes), True
+            cost.count(tokens_per_row / num_steps, num_nodes)
+            if price is not None:
+                self._settle(tokens_per_row, num_steps, price)
+                if self._balance == -MAX_DEBT:
+                    self._num_plain = max(1, round(self._interval * (price - 1)))
+                    self._interval = min(2 * self._interval, LAST_INTERVAL)
+            if not self._is_first:
+                if self.drafts and cost.wants_plain_step(is_certain=self._balance == MAX_CREDIT):
+                    self._num_plain = 1
+                if seconds is not None:
+                    self._drafted_step = num_nodes, seconds / num_steps
+                    if before is not None:
+                        cost.learn_node(before, self._drafted_step)
             self._is_first = False
         else:
             self._num_plain -= 1
@@ -247,18 +256,3 @@ class AdaptiveDrafting:
             self._balance = min(max(balance, -MAX_DEBT), MAX_CREDIT)
             if self._balance > 0:
                 self._interval = FIRST_INTERVAL
-
-    def _drafted(self, tokens_per_row: float, num_steps: int, num_nodes: int) -> None:
-        cost, price, self._asks_fallback = self.cost, self.cost.plain_steps(num_nodes), True
-        cost.count(tokens_per_row / num_steps, num_nodes)
-        if price is not None:
-            self._settle(tokens_per_row, num_steps, price)
-            if self._balance == -MAX_DEBT:
-                self._num_plain = max(1, round(self._interval * (price - 1)))
-                self._interval = min(2 * self._interval, LAST_INTERVAL)
-        if (
-            self.drafts
-            and not self._is_first
-            and cost.wants_plain_step(is_certain=self._balance == MAX_CREDIT)
-        ):
-            self._num_plain = 1

@@ -535,7 +535,10 @@ class Batch:
             if row.error is None:
                 ids = (row.prompt + row.tokens)[:-1]
                 self.prefixes.keep_row(ids, state.cache, index, row.owner)
-        kept = _moved_up(len(state.rows), gone)
+        num_kept = len(state.rows) - len(gone)
+        # the last rows fill the holes, so that few move
+        last = [index for index in range(num_kept, len(state.rows)) if index not in gone]
+        kept = [last.pop() if index in gone else index for index in range(num_kept)]
         if not kept:
             self._state = self._last_drafter = None
             return
@@ -548,13 +551,6 @@ def _cause(error: Exception) -> Exception:
     """The exception that made a row fail."""
     is_wrapped = isinstance(error, RowsFailed) and isinstance(error.__cause__, Exception)
     return error.__cause__ if is_wrapped else error  # type: ignore[return-value]
-
-
-def _moved_up(num_rows: int, gone: set[int]) -> list[int]:
-    """The rows that remain without ``gone``; the last ones fill the holes, so that few rows move."""
-    num_kept = num_rows - len(gone)
-    last = [row for row in range(num_kept, num_rows) if row not in gone]
-    return [last.pop() if row in gone else row for row in range(num_kept)]
 
 
 def decode(batch: Batch, request: DecodeRequest, is_streamed: bool = True) -> Iterator[StepResult]:

@@ -254,7 +254,11 @@ def _parts(view: CausalLM) -> _Parts:
                 hook.remove()
         slots.append(cache.slots)
         entries.append([list(layer.entries) for layer in cache.tree_layers])
-    if not all(entries[0]) or not _follow_each_other(calls):
+    follow_each_other = all(len(call.args) == len(TRIALS) for call in calls) and all(
+        _tensors((after.args[0], after.kwargs[0]))[0] is _tensors((before.outputs[0],))[0]
+        for before, after in itertools.pairwise(calls)
+    )  # each is called once a pass, with the output of the one before it
+    if not all(entries[0]) or not follow_each_other:
         raise ValueError(
             f"the layers of {type(view).__name__} do not follow each other with keys and values of their "
             "own, so they cannot be compiled separately; use step='general'"
@@ -292,16 +296,6 @@ def _parts(view: CausalLM) -> _Parts:
             common,
         ),
         any(kind in READ_ON_THE_HOST for kind in rope_types(view)),
-    )
-
-
-def _follow_each_other(calls: Sequence[_Call]) -> bool:
-    """Whether each layer is called once a pass, with the output of the one before it."""
-    if any(len(call.args) != len(TRIALS) for call in calls):
-        return False
-    return all(
-        _tensors((after.args[0], after.kwargs[0]))[0] is _tensors((before.outputs[0],))[0]
-        for before, after in itertools.pairwise(calls)
     )
 
 

@@ -83,7 +83,14 @@ def load_for_engine(source: str | Path | BaseSource, engine: Engine, **kwargs: A
 
 def packed_in_place(base: CausalLM, int8: bool = False) -> CausalLM:
     """``base``, which computes with the kernels from here on and has let its own weights go."""
-    embeddings = _narrow_embeddings(base)
+    embeddings = {  # those that are a function of only token ids
+        module
+        for module in base.modules()
+        if isinstance(module, nn.Embedding)
+        and module.weight.dtype != torch.float32
+        and len(inspect.signature(module.forward).parameters) == 1
+        and module.max_norm is None
+    }
     rows = embedding_rows(lm_head(base))
     kept = {id(module.weight) for module in base.modules() if type(module) in (nn.Linear, Conv1D)}
     _widen(base, kept | {id(module.weight) for module in embeddings})
@@ -259,17 +266,6 @@ class NarrowEmbedding(nn.Module):
 
 _OF_EMBEDDINGS = ("num_embeddings", "embedding_dim", "padding_idx", "embed_scale", "scalar_embed_scale")
 """Attributes of an embedding that code reads besides its weight."""
-
-
-def _narrow_embeddings(base: CausalLM) -> set[nn.Module]:
-    """The embeddings of ``base`` that are a function of only token ids."""
-    found: set[nn.Module] = set()
-    for module in base.modules():
-        if not isinstance(module, nn.Embedding) or module.weight.dtype == torch.float32:
-            continue
-        if len(inspect.signature(module.forward).parameters) == 1 and module.max_norm is None:
-            found.add(module)
-    return found
 
 
 @torch.no_grad()
