@@ -418,10 +418,11 @@ class MedusaModel:
             self.refresh()
         runner = self._steps.runner_of_many(self.step, () if heads is None else heads.aux_layers)
         drafters, kind = self._drafters, self.step
+        in_float32 = multiplies_in_float32(self.base.dtype, self.device)
 
         def make_drafter(num_rows: int, copies: bool) -> tuple[Drafter, AdaptiveDrafting | None]:
             drafter = drafters.make("plain") if plain else drafters.default(num_rows, kind, copies)
-            return drafter, self._costs.adaptive(drafter, self._in_float32, kind, num_rows)
+            return drafter, self._costs.adaptive(drafter, in_float32, kind, num_rows)
 
         trees = (self._default_tree, *(entry.tree for entry in self.tuned))
         return Batch(
@@ -601,12 +602,8 @@ class MedusaModel:
         if options.tree is not None or options.drafter is not None or not request.is_exact:
             return None
         kind, num_rows = options.step or self.step, len(request.tokens)
-        return self._costs.adaptive(drafter, self._in_float32, kind, num_rows)
-
-    @property
-    def _in_float32(self) -> bool:
-        """Whether a pass over several nodes rounds as a pass over one does."""
-        return multiplies_in_float32(self.base.dtype, self.device)
+        in_float32 = multiplies_in_float32(self.base.dtype, self.device)
+        return self._costs.adaptive(drafter, in_float32, kind, num_rows)
 
     def _checked_tree(self, tree: CandidateTree | None) -> CandidateTree:
         if tree is None:

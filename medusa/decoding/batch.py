@@ -188,13 +188,8 @@ class Batch:
     @property
     def num_slots(self) -> int:
         """Cache slots that are allocated for the rows under way, of ``max_slots``."""
-        return self._num_slots_read + (
-            0 if self._state is None else self.num_rows * self._state.cache.capacity
-        )
-
-    @property
-    def _num_slots_read(self) -> int:
-        return sum(prefill.prefix.capacity for prefill in self._prefills)
+        num_read = sum(prefill.prefix.capacity for prefill in self._prefills)
+        return num_read + (0 if self._state is None else self.num_rows * self._state.cache.capacity)
 
     def add(self, row: Row) -> None:
         """Have ``row`` wait for its turn.
@@ -495,7 +490,8 @@ class Batch:
         """Preempt the youngest rows while more cache slots are needed than allowed."""
         assert self._state is not None
         while True:
-            taken = self._slots(self.num_rows, self._state.cache.longest) + self._num_slots_read
+            taken = self._slots(self.num_rows, self._state.cache.longest)
+            taken += sum(prefill.prefix.capacity for prefill in self._prefills)
             if taken <= self.limits.max_slots:
                 break
             if self._prefills:

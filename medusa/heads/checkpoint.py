@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from medusa.assets import DEFAULT_HEADS, heads_for, shipped_heads
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
@@ -191,6 +190,11 @@ def load_heads(
     raw = _read_config(directory)
     heads = _read_module(directory, raw, device)
     tree, tuned, tree_origin = _read_trees(directory, heads)
+    options = raw.get(TEMPLATE, [])
+    if not isinstance(options, list) or not all(isinstance(each, dict) for each in options):
+        raise ValueError(
+            f"{directory / CONFIG_FILE}: {TEMPLATE} must be a list of objects, got {reprlib.repr(options)}"
+        )
     return HeadsCheckpoint(
         heads=heads,
         base_model=raw.get("base_model", ""),
@@ -200,7 +204,7 @@ def load_heads(
         adapter=_read_adapter(directory, raw, device),
         tree_origin=tree_origin,
         fingerprint=_read_fingerprint(directory, raw),
-        template_options=_read_template_options(directory, raw),
+        template_options=options,
     )
 
 
@@ -314,16 +318,6 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return raw
 
 
-def _read_template_options(directory: Path, raw: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The chat template options in config.json of the training conversations."""
-    value = raw.get(TEMPLATE, [])
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise ValueError(
-            f"{directory / CONFIG_FILE}: {TEMPLATE} must be a list of objects, got {reprlib.repr(value)}"
-        )
-    return value
-
-
 def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
     """The module that ``raw``, the config.json, describes, with the weights of the directory."""
     config_path, path = directory / CONFIG_FILE, directory / WEIGHTS_FILE
@@ -344,7 +338,14 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
         for name, each in loaded.items()
     }
     if isinstance(config, HeadsConfig):
-        _check_num_blocks(config, weights, config_path)
+        blocks = [match for match in map(_BLOCK_TENSOR.match, weights) if match]
+        for counted, key in (("num_heads", "head"), ("num_layers", "layer")):
+            count = len({block[key] for block in blocks})
+            if getattr(config, counted) != count:
+                raise ValueError(
+                    f"{config_path} says {counted}={getattr(config, counted)}, {WEIGHTS_FILE} holds {count}; "
+                    "the two files do not belong together"
+                )
     with torch.device("meta"):
         heads = module(config)
     what = f"{config.unembedding!r} heads" if isinstance(config, HeadsConfig) else f"an {kind!r} head"
@@ -374,18 +375,6 @@ def _strict_config(config_type: type[Any], raw: Mapping[str, Any], path: Path) -
         return config_type(**values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _check_num_blocks(config: HeadsConfig, weights: Mapping[str, Tensor], config_path: Path) -> None:
-    """Head and layer counts are read from the tensors; a config that says others is refused."""
-    blocks = [match for match in map(_BLOCK_TENSOR.match, weights) if match]
-    for name, key in (("num_heads", "head"), ("num_layers", "layer")):
-        count = len({block[key] for block in blocks})
-        if getattr(config, name) != count:
-            raise ValueError(
-                f"{config_path} says {name}={getattr(config, name)}, {WEIGHTS_FILE} holds {count}; "
-                "the two files do not belong together"
-            )
 
 
 def _read_fingerprint(directory: Path, raw: Mapping[str, Any]) -> BaseFingerprint | None:

@@ -160,11 +160,6 @@ class LossOptions:
     def needs_teacher(self) -> bool:
         return self.objective != "ce"
 
-    @property
-    def soft_weight(self) -> float:
-        """The weight of KL in the loss."""
-        return {"ce": 0.0, "kl": 1.0, "blend": self.kl_weight}[self.objective]
-
 
 @dataclass(frozen=True)
 class JointOptions:

@@ -373,7 +373,7 @@ class FusedLoss:
             columns=alignment.columns,
             sources=sources,
             weights=options.decay ** depths[:, None] * (sources >= 0),
-            kl_weight=options.soft_weight,
+            kl_weight={"ce": 0.0, "kl": 1.0, "blend": options.kl_weight}[options.objective],
             block_elements=options.block_elements,
             teacher=teacher if options.needs_teacher else None,
             num_unmapped=alignment.num_unmapped,

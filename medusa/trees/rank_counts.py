@@ -98,7 +98,11 @@ class RankCounts:
         where there are none the value is the product of independent depths. Ranks never seen count a
         little, so a tree of any size can be built.
         """
-        self._check_not_empty()
+        if not self.num_positions:
+            raise ValueError(
+                f"no answer is long enough to see all {self.num_heads} heads guess (it takes "
+                f"{self.num_heads + 1} tokens); calibrate on longer answers"
+            )
         totals = torch.tensor(self.head_totals)[:, None] + UNSEEN * self.max_rank
         alone = ((self.head_counts + UNSEEN) / totals).tolist()
         num_ranks = 1 if self.only_chains else self.max_rank
@@ -156,13 +160,6 @@ class RankCounts:
         if len(self.ranks) < 2:
             raise ValueError(f"two halves need at least 2 answers, got {len(self.ranks)}")
         return replace(self, ranks=self.ranks[::2]), replace(self, ranks=self.ranks[1::2])
-
-    def _check_not_empty(self) -> None:
-        if not self.num_positions:
-            raise ValueError(
-                f"no answer is long enough to see all {self.num_heads} heads guess (it takes "
-                f"{self.num_heads + 1} tokens); calibrate on longer answers"
-            )
 
 
 def _right_path(ranks: Sequence[int]) -> RankPath:

@@ -254,19 +254,13 @@ def tokenise(tokenizer: Any, texts: Iterable[RenderedText]) -> Iterator[Document
             for text, ids, offsets in zip(
                 batch, encoded["input_ids"], encoded["offset_mapping"], strict=True
             ):
-                mask = _label_mask(np.asarray(offsets).reshape(-1, 2), text.written)
+                # tokenizers trim spaces off the start: a token begins where the one before it ended
+                ends = np.maximum.accumulate(np.asarray(offsets).reshape(-1, 2)[:, 1])
+                starts = np.concatenate([[0], ends[:-1]])
+                mask = np.zeros(len(ends), dtype=bool)
+                for start, end in text.written:
+                    mask |= (starts >= start) & (ends <= end) & (ends > start)
                 yield Document(np.asarray(ids, dtype=np.int32), mask)
-
-
-def _label_mask(offsets: np.ndarray, written: Sequence[tuple[int, int]]) -> np.ndarray:
-    """(T,) bool from (T, 2) character ranges. Tokenizers trim spaces off the start, so a token is taken to
-    begin where the one before it ended."""
-    ends = np.maximum.accumulate(offsets[:, 1])
-    starts = np.concatenate([[0], ends[:-1]])
-    mask = np.zeros(len(ends), dtype=bool)
-    for start, end in written:
-        mask |= (starts >= start) & (ends <= end) & (ends > start)
-    return mask
 
 
 def _answer_indices(messages: Sequence[Message]) -> Iterator[int]:
