@@ -306,6 +306,12 @@ def template_options(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
     return {**({"tools": tools} if tools else {}), **(kwargs or {})}
 
 
+def check_template_kwargs(template_kwargs: Mapping[str, Any]) -> None:
+    """Raise ValueError where ``template_kwargs`` would replace the model's chat template or how it is
+    rendered."""
+    template_options({"chat_template_kwargs": template_kwargs}, "the options")
+
+
 def check_keepable(value: Any, origin: str, most: int = MAX_NESTING) -> None:
     """Raise ValueError unless ``value``, of JSON, can be rendered and written again: ``most`` levels deep.
 

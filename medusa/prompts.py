@@ -26,6 +26,7 @@ from medusa.conversations import (
     Message,
     as_template,
     check_keepable,
+    check_template_kwargs,
     exchange,
     opened,
     parsed_json,
@@ -59,17 +60,11 @@ class Prompt:
     """Chat template options."""
 
 
-def check_template_kwargs(template_kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError where ``template_kwargs`` would replace the model's chat template or how it is
-    rendered."""
-    template_options({"chat_template_kwargs": template_kwargs}, "the options")
-
-
 def with_template_kwargs(prompts: Sequence[Prompt], template_kwargs: Mapping[str, Any]) -> list[Prompt]:
     """``prompts`` with default chat_template_kwargs; their own values win.
 
     Raises:
-        ValueError: as :func:`check_template_kwargs`.
+        ValueError: as :func:`medusa.conversations.check_template_kwargs`.
     """
     check_template_kwargs(template_kwargs)
     return [replace(each, template_options={**template_kwargs, **each.template_options}) for each in prompts]

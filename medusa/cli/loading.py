@@ -34,6 +34,7 @@ from medusa.cli.options import (
     to_argv,
 )
 from medusa.console import counted, log_console, megabytes, track
+from medusa.conversations import check_template_kwargs
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.decoding.steps import check_step
 from medusa.drafters.protocol import Drafter
@@ -49,7 +50,6 @@ from medusa.model import MedusaModel
 from medusa.options import Dtype, Engine, StepKind, TemplateOptions
 from medusa.prompts import (
     Prompt,
-    check_template_kwargs,
     encode_prompt,
     has_same_template_kwargs,
     read_prompts,

@@ -30,10 +30,10 @@ import jinja2
 import numpy as np
 from rich.text import Text
 
-from medusa.conversations import Message, as_template
+from medusa.conversations import Message, as_template, check_template_kwargs
 from medusa.heads.calibration import AnsweredTokens
 from medusa.options import differences
-from medusa.prompts import check_template_kwargs, reasoning_tags
+from medusa.prompts import reasoning_tags
 from medusa.training.config import DataOptions
 from medusa.training.data.dataset import (
     ONLY_IN_TRAINING,
