@@ -173,7 +173,8 @@ class Batch:
     @property
     def num_rows(self) -> int:
         """Rows that decode."""
-        return 0 if self._state is None else len(self._state.rows)
+        state = self._state  # read once: other threads ask too
+        return 0 if state is None else len(state.rows)
 
     @property
     def num_prefilling(self) -> int:
@@ -189,7 +190,8 @@ class Batch:
     def num_slots(self) -> int:
         """Cache slots that are allocated for the rows under way, of ``max_slots``."""
         num_read = sum(prefill.prefix.capacity for prefill in self._prefills)
-        return num_read + (0 if self._state is None else self.num_rows * self._state.cache.capacity)
+        state = self._state
+        return num_read + (0 if state is None else len(state.rows) * state.cache.capacity)
 
     def add(self, row: Row) -> None:
         """Have ``row`` wait for its turn.
