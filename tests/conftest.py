@@ -45,6 +45,7 @@ from medusa.decoding.batch import decode as decoded
 from medusa.decoding.steps import Steps
 from medusa.drafters.protocol import Draft, DraftContext, PlainDrafter, StatelessDrafter
 from medusa.drafters.suffix import SuffixDrafter
+from medusa.engine.libraries import found_compiler
 
 CHECKOUT = Path(__file__).parent.parent
 os.environ["MEDUSA_CACHE"] = str(CHECKOUT / ".pytest_cache" / "compiled")  # of tests alone, kept for the next
@@ -114,6 +115,9 @@ needs_newest = pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23),
     reason=f"transformers {transformers.__version__} cannot do it, and 5.23 can",
 )
+
+
+needs_kernels = pytest.mark.skipif(found_compiler() is None, reason="no C++ compiler is installed")
 
 
 def tiny_model(architecture: str) -> PreTrainedModel:
@@ -197,6 +201,21 @@ def decode(
         plan.runner, lambda *_: guide, statistics=statistics, static=plan.static, needs_features=features
     )
     return decoded(batch, request)
+
+
+def assert_exact(model, batch, *hows: dict, expected: Tensor | None = None, **call):
+    """Each of ``hows``, more options of the ``call``, gives the text of plain decoding; the last output.
+
+    batch: prompts (B, T) long, or a dictionary of them and their mask. ``expected`` is the text where that is
+    not what ``model`` writes plainly, such as that of ``transformers``.
+    """
+    inputs = batch if isinstance(batch, dict) else {"inputs": batch}
+    if expected is None:
+        expected = model.generate(**inputs, **call, tree=CandidateTree.chain(0))
+    for how in hows:
+        out = model.generate(**inputs, **call, **how, return_dict_in_generate=True)
+        assert out.sequences.tolist() == expected.tolist(), how
+    return out
 
 
 def random_heads(seed: int = 0, std: float = 0.3, token_map=None, **config) -> MedusaHeads:

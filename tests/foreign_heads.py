@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from damage import write_tensors
+from refusals import pattern
 from tiny_chat import chat_tokenizer
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
@@ -68,51 +68,13 @@ def reference_logits(heads: nn.ModuleList, hidden: Tensor) -> Tensor:
     return torch.stack([head(hidden) for head in heads], dim=1)
 
 
-def write_json(path: Path, value: dict) -> None:
-    path.write_text(json.dumps(value))
-
-
-def edit_config(directory: Path, drop: str = "", **changes) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    config.pop(drop, None)
-    write_json(directory / "config.json", {**config, **changes})
-
-
-def config_says(drop: str = "", **keys) -> Callable[[Path], None]:
-    """A change of config.json."""
-    return lambda directory: edit_config(directory, drop, **keys)
-
-
-def changed(file: str, tensors: dict[str, Tensor | None]) -> Callable[[Path], None]:
-    """A change of a file of tensors: some replaced, or taken out where the value is None."""
-
-    def change(directory: Path) -> None:
-        read = load_file if file.endswith("safetensors") else torch.load
-        held = read(directory / file) | tensors
-        write_tensors(directory / file, {name: each for name, each in held.items() if each is not None})
-
-    return change
-
-
-def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that share no memory, as safetensors wants them."""
-    return {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
-
-
 def write_heads(directory: Path, heads: nn.ModuleList, base: str, file: str = "medusa_lm_head.pt") -> Path:
     """A directory of heads as the reference code writes it; ``file`` chooses v1 or v2."""
     directory.mkdir(parents=True)
     config = {"medusa_num_heads": len(heads), "medusa_num_layers": len(heads[0]) - 1}
-    write_json(directory / "config.json", {**config, "base_model_name_or_path": base})
+    (directory / "config.json").write_text(json.dumps({**config, "base_model_name_or_path": base}))
     write_tensors(directory / file, heads.state_dict())
     return directory
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    if path.suffix == ".safetensors":
-        save_file(copied(tensors), path)
-    else:
-        torch.save(tensors, path)
 
 
 def write_whole_model(
@@ -123,7 +85,7 @@ def write_whole_model(
     chat_tokenizer().save_pretrained(directory)
     config = {**base.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
     config |= {"medusa_num_heads": len(heads), "medusa_num_layers": len(heads[0]) - 1}
-    write_json(directory / "config.json", config)
+    (directory / "config.json").write_text(json.dumps(config))
     tensors = base.state_dict() | {f"medusa_head.{name}": each for name, each in heads.state_dict().items()}
     if layout != "shards":
         name = {"one file": "model.safetensors", "pickle": "pytorch_model.bin"}[layout]
@@ -135,7 +97,7 @@ def write_whole_model(
         held = names[shard::3]
         write_tensors(directory / file, {name: tensors[name] for name in held})
         index |= dict.fromkeys(held, file)
-    write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     return directory
 
 
@@ -194,20 +156,16 @@ def vllm_heads(base: LlamaForCausalLM, is_shared: bool, num_layers: int = 1) -> 
 
 def write_vllm_heads(directory: Path, heads: VllmMedusa, config: dict) -> Path:
     directory.mkdir(parents=True)
-    write_json(directory / "config.json", config)
+    (directory / "config.json").write_text(json.dumps(config))
     write_tensors(directory / "model.safetensors", heads.state_dict())
     return directory
 
 
-class Unwelcome:
-    """What a pickle may hold beside tensors."""
-
-
-def refused(words: list[str], tmp_path: Path, capsys, message: str) -> None:
-    """Hold a command to: status 1, one line that matches and says what to do, no output."""
+def refused(command: list[str], tmp_path: Path, capsys, words: str) -> None:
+    """Hold a command to: status 1, one line that has the words and says what to do, no output."""
     before = sorted(tmp_path.iterdir())
-    assert main([*words, "--output", str(tmp_path / "out")]) == 1
+    assert main([*command, "--output", str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert re.search(message, error), error
+    assert re.search(pattern(words), error), error
     assert REMEDY.search(error), error
     assert sorted(tmp_path.iterdir()) == before

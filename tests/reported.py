@@ -1,13 +1,19 @@
-"""A command that ends with a report, run in this process."""
+"""Commands, run in this process."""
 
 import json
 
 from medusa.cli.main import main
 
 
+def ran(capsys, words, status: int = 0):
+    """Standard output and standard error, ``out`` and ``err``, of a command that ends with this status."""
+    ended = main([*words])
+    printed = capsys.readouterr()
+    assert ended == status, printed.err
+    return printed
+
+
 def reported(capsys, *words) -> tuple[dict, str, str]:
     """The report of a command that ended well, and all of standard output and of standard error."""
-    status = main([*map(str, words)])
-    printed = capsys.readouterr()
-    assert status == 0, printed.err
+    printed = ran(capsys, map(str, words))
     return json.loads(printed.out.splitlines()[-1]), printed.out, printed.err

@@ -22,9 +22,7 @@ def test_a_path_stands_for_itself_and_a_name_for_what_ships(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("given", ["smolm2_demo", "configs/smollm2_dem.yaml"])
 def test_a_wrong_name_is_answered_with_the_nearest(given):
-    with pytest.raises(
-        FileNotFoundError, match=f"file '{given}' does not exist.*did you mean 'smollm2_demo'"
-    ):
+    with pytest.raises(FileNotFoundError, match=f"file '{given}' .*did you mean 'smollm2_demo'"):
         named_file(given, ".yaml", "file")
     with pytest.raises(FileNotFoundError, match="give a path, or one of demo_heldout, demo_prompts"):
         named_file("zzz", ".jsonl", "file")

@@ -12,12 +12,7 @@ from medusa.options import check_above, check_at_least, check_within, difference
     [
         (lambda options: check_at_least(options, 1, "number"), "at least 1", [1, 2.5, None], [0, 0.9]),
         (lambda options: check_above(options, 0, "number"), "above 0", [1e-9, None], [0, -1, float("inf")]),
-        (
-            lambda options: check_within(options, "(0, 1]", "number"),
-            r"in \(0, 1\]",
-            [1, [0.1, 1]],
-            [0, 1.1],
-        ),
+        (lambda options: check_within(options, "(0, 1]", "number"), r"in \(0, 1\]", [1, [0.1, 1]], [0, 1.1]),
         (lambda options: check_within(options, "[0, 1)", "number"), r"in \[0, 1\)", [0], [1, [0, 1]]),
     ],
     ids=["at least", "above", "in (0, 1]", "in [0, 1)"],

@@ -90,9 +90,7 @@ def test_numbers_that_are_not_finite_reach_no_template(row, tmp_path):
         lambda: prompted(row, tmp_path),
         lambda: trained_on({**row, "messages": [*row["messages"], SAID]}),
     ):
-        with pytest.raises(
-            ValueError, match=r"row 1.*: numbers must be finite, as JSON has no other, got -?(inf|nan)"
-        ):
+        with pytest.raises(ValueError, match=r"row 1.*: numbers must be finite, .* got -?(inf|nan)"):
             read()
     beside = {"messages": [ASKED], "score": float("nan")}
     assert prompted(beside, tmp_path), "what nobody reads may be anything"
@@ -145,10 +143,7 @@ def test_a_call_is_the_same_however_other_programs_write_it(turn):
         (call_of("{not json"), "arguments of a tool call is not valid JSON"),
         (call_of("[1]"), r"arguments of a tool call must be a JSON object, got '\[1\]'"),
         (call_of('{"a": "half \\ud83d"}'), "arguments of a tool call holds text that is not Unicode"),
-        (
-            {"function": {"arguments": {}}},
-            "a tool call must be an object with function, and that one with name",
-        ),
+        ({"function": {"arguments": {}}}, "a tool call must be an object with function, .* with name"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_refused_with_its_row(call, complaint, tmp_path):
@@ -222,9 +217,12 @@ def test_a_role_that_nobody_knows_is_refused_with_file_and_row(tmp_path):
         list(read_examples([str(path)]))
 
 
+SING = {"role": "system", "content": "Sing."}
+BRIEF = {"role": "system", "content": "Be brief."}
 EXCHANGE = {"instruction": "Rain?", "output": "It is dry."}
 SYSTEM, PAIR = "system Be brief.<|im_end|>\n", "user Hi<|im_end|>\nassistant Hello<|im_end|>\n"
 RAIN = "user Rain?<|im_end|>\nassistant It is dry.<|im_end|>"
+THOUGHT = RAIN.replace("It is", "<think>Hm.</think>It is")
 
 
 @pytest.mark.parametrize(
@@ -234,16 +232,10 @@ RAIN = "user Rain?<|im_end|>\nassistant It is dry.<|im_end|>"
         ({**EXCHANGE, "system": "", "history": None}, RAIN),
         ({"messages": [ASKED, SAID], "system": "Be brief."}, SYSTEM + RAIN),
         ({"conversations": [ASKED, SAID], "system_prompt": "Be brief."}, SYSTEM + RAIN),
-        (
-            {"messages": [{"role": "system", "content": "Be brief."}, ASKED, SAID], "system": "Be brief."},
-            SYSTEM + RAIN,
-        ),
+        ({"messages": [BRIEF, ASKED, SAID], "system": "Be brief."}, SYSTEM + RAIN),
         ({**EXCHANGE, "tools": [{"name": "look"}]}, 'tools [{"name": "look"}]\n' + RAIN),
-        ({**EXCHANGE, "thinking": "Hm."}, RAIN.replace("It is", "<think>Hm.</think>It is")),
-        (
-            {"messages": [ASKED, {**SAID, "thinking": "Hm."}]},
-            RAIN.replace("It is", "<think>Hm.</think>It is"),
-        ),
+        ({**EXCHANGE, "thinking": "Hm."}, THOUGHT),
+        ({"messages": [ASKED, {**SAID, "thinking": "Hm."}]}, THOUGHT),
     ],
 )
 def test_what_a_row_says_beside_its_messages_is_read(row, text):
@@ -279,28 +271,18 @@ def test_an_answer_that_its_row_takes_out_is_context_and_counted(left_out):
     ("row", "complaint"),
     [
         ({"messages": [ASKED, {**SAID, "weight": 0.5}]}, "message 2: weight must be 0 or 1, .* got 0.5"),
-        (
-            {"messages": [ASKED, {**SAID, "train": "no"}]},
-            "message 2: train must be true or false, .* got 'no'",
-        ),
+        ({"messages": [ASKED, {**SAID, "train": "no"}]}, "message 2: train must be true or false, .* 'no'"),
         ({"messages": [{**ASKED, "train": True}, SAID]}, "message 1: train must not be True .* of the user"),
         ({"messages": [ASKED, SAID], "train": False}, "train belongs to one message"),
         ({"messages": [ASKED, SAID], "thinking": "Hm."}, "thinking belongs to one message"),
         ({"messages": [ASKED, SAID], "history": [["a", "b"]]}, "history goes with one question"),
         ({"messages": [ASKED, SAID], "functions": [{}]}, "functions is the older form of tools"),
-        (
-            {"messages": [{"role": "system", "content": "Sing."}, ASKED, SAID], "system": "Be brief."},
-            "has two system messages, 'Be brief.' beside the messages and 'Sing.' among them",
-        ),
+        ({"messages": [SING, ASKED, SAID], "system": "Be brief."}, "two system messages, .* 'Sing.' among"),
         ({**EXCHANGE, "history": [["a"]]}, r"history must be a list of pairs"),
         ({**EXCHANGE, "system": 3}, "system must be text, got 3"),
-        *(
-            (
-                {"text": "Once", **beside},
-                f"{next(iter(beside))} belongs to a conversation, got it beside text",
-            )
-            for beside in ({"system": "Be brief."}, {"history": [["a", "b"]]}, {"tools": [{"name": "look"}]})
-        ),
+        ({"text": "Once", "system": "Be brief."}, "system belongs to a conversation, got it beside text"),
+        ({"text": "Once", "history": [["a", "b"]]}, "history belongs to a conversation"),
+        ({"text": "Once", "tools": [{"name": "look"}]}, "tools belongs to a conversation"),
     ],
 )
 def test_what_a_row_says_and_cannot_mean_is_refused(row, complaint):

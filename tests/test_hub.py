@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import constants
+from reported import ran
 from tiny_chat import chat_base, chat_heads, chat_tokenizer
 from transformers import LlamaForCausalLM
 
@@ -162,9 +163,7 @@ def test_a_base_and_its_tokenizer_come_at_the_revision_of_its_name(filled, tmp_p
 
 def test_a_revision_is_given_once(filled):
     assert same_weights(load_base("ada/base", revision="v1"), load_base("ada/base@v1"))
-    with pytest.raises(
-        ValueError, match="revision must be given once, got 'ada/base@v1' and revision='main'"
-    ):
+    with pytest.raises(ValueError, match="revision must be given once, got 'ada/base@v1'"):
         load_base("ada/base@v1", revision="main")
 
 
@@ -203,6 +202,5 @@ def test_a_base_with_code_of_its_own_runs_when_that_is_trusted(hub, odd, place):
 def test_the_command_line_trusts_code_only_when_told(odd, tmp_path, capsys):
     heads = str(save_heads(HeadsCheckpoint(chat_heads(), str(odd)), tmp_path / "heads"))
     asked = ["generate", "--heads", heads, "--max-new-tokens", "4", "Hi"]
-    assert main(asked) == 1
-    assert "trust_remote_code=True" in capsys.readouterr().err
+    assert "trust_remote_code=True" in ran(capsys, asked, 1).err
     assert main([*asked, "--trust-remote-code"]) == 0

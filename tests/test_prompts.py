@@ -122,15 +122,9 @@ NESTED = json.dumps({"prompt": "hi", "note": "x"}).replace('"x"', "[" * 80 + "]"
         ('{"prompt": "hi", "note": ' + DEEP + "}", "row 1 is nested deeper than 64 levels"),
         (NESTED, "row 1 is nested deeper than 64 levels"),
         ('{"prompt": "hi", "tools": [1]}', r"row 1: tools must be a list of objects, got \[1\]"),
-        (
-            '{"prompt": "hi", "chat_template_kwargs": {"documents": 5}}',
-            "row 1: documents must be a list of objects, got 5",
-        ),
+        ('{"prompt": "hi", "chat_template_kwargs": {"documents": 5}}', "row 1: documents must be a list"),
         *(
-            (
-                json.dumps({"prompt": "hi", "chat_template_kwargs": {name: True}}),
-                rf"row 1: .* got \['{name}'\]",
-            )
+            (json.dumps({"prompt": "hi", "chat_template_kwargs": {name: True}}), f"row 1: .*'{name}'")
             for name in ("tokenize", "conversation", "self", "chat_template", "tools", "messages")
         ),
     ],

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import openai
 import uvicorn
@@ -60,6 +61,12 @@ class Running:
 
 def client_of(server: Running, key: str = "none") -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+def chat(server: Running, key: str = "none", **more) -> Any:
+    """OpenAI's own client asks the model called tiny, :data:`HELLO` where no ``messages`` are given."""
+    asked = {"model": "tiny", "messages": HELLO, **more}
+    return client_of(server, key).chat.completions.create(**asked)
 
 
 @contextmanager

@@ -139,11 +139,9 @@ def new_trainer(directory: Path, rows: list[dict[str, Any]], **options: Any) -> 
 
 
 def trainer_on(configuration: TrainingConfiguration, base: Any, data: Dataset) -> Trainer:
-    accelerator, console, states = (
-        accelerator_of(configuration),
-        Console(quiet=True),
-        HiddenStateSource.of(base),
-    )
+    accelerator = accelerator_of(configuration)
+    console = Console(quiet=True)
+    states = HiddenStateSource.of(base)
     if configuration.optimisation.cache_hidden_states:
         stored = stored_states(configuration, accelerator, base, lambda: states.live, data, console)
         states = HiddenStateSource(base, states.live, stored)

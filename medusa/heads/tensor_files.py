@@ -6,6 +6,7 @@ else: a file cannot run code.
 
 from __future__ import annotations
 
+import errno
 import pickle
 import struct
 import zipfile
@@ -221,6 +222,10 @@ def _read_pickle(path: Path, wanted: _Wanted) -> dict[str, Tensor]:
                 f"{path} holds pickled Python objects beside tensors, which could run any code when they are "
                 "read; they are not. Write its tensors to a safetensors file where you trust it"
             ) from error
+        raise _damaged(path, error) from error
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # which torch gives where a short archive has lost its end
+            raise
         raise _damaged(path, error) from error
     except _UNPICKLING_ERRORS as error:
         raise _damaged(path, error) from error

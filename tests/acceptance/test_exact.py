@@ -73,10 +73,8 @@ def test_walking_accepts_what_is_accepted_at_once_and_asks_at_accepted_nodes_alo
         asked.extend(zip(rows, nodes, [depth] * len(rows), strict=True))
         return chosen[rows, nodes].tolist()
 
-    walked, at_once = (
-        accept_by_walking(tokens, tree.topology(), choose_after),
-        accept_equal(tokens, chosen, tree.topology()),
-    )
+    walked = accept_by_walking(tokens, tree.topology(), choose_after)
+    at_once = accept_equal(tokens, chosen, tree.topology())
     assert walked.num_accepted.tolist() == at_once.num_accepted.tolist()
     assert walked.tokens(tokens).tolist() == at_once.tokens(tokens).tolist()
     assert len(asked) == int(walked.num_accepted.sum()) + num_rows

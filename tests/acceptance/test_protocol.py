@@ -333,11 +333,7 @@ def test_greedy_block_refuses_another_draft_length_while_its_state_is_alive():
 @pytest.mark.parametrize(
     ("name", "kind", "reason"),
     [
-        (
-            "token",
-            DraftKind.RANKED,
-            "acceptance='token' cannot verify ranked candidates.*use acceptance='exact'",
-        ),
+        ("token", DraftKind.RANKED, "acceptance='token' cannot verify ranked .* acceptance='exact'"),
         ("block", DraftKind.WITH_REPLACEMENT, "walks one path; draft a chain, or use a tree rule"),
     ],
 )
@@ -355,9 +351,7 @@ def test_a_rule_takes_every_kind_it_names_and_a_chain(rule):
 @pytest.mark.parametrize("name", ["token", "block", "greedy_block"])
 def test_a_chain_rule_refuses_a_tree(name):
     draft, noise = random_step(RULES["multi_draft"], 2, 5)
-    with pytest.raises(
-        ValueError, match=f"acceptance='{name}' walks one chain, got a tree of 10 nodes and depth 3"
-    ):
+    with pytest.raises(ValueError, match=f"acceptance='{name}' walks one chain, got a tree of 10 nodes"):
         rule_named(name).verify(draft, noise)
 
 
@@ -365,20 +359,12 @@ def test_tensors_that_do_not_fit_are_named():
     rule = RULES["block"]
     draft, noise = random_step(rule, 2, 5)
     wrong = [
-        (
-            replace(draft, proposal=draft.proposal[:, 1:]),
-            noise,
-            r"proposal must be \(2, 4, 5\).*got \(2, 3, 5\)",
-        ),
+        (replace(draft, proposal=draft.proposal[:, 1:]), noise, r"proposal .* \(2, 4, 5\).*got \(2, 3, 5\)"),
         (draft, replace(noise, uniform=noise.uniform[:, 1:]), r"uniform must be \(2, 4\)"),
         (draft, replace(noise, gumbel=noise.gumbel[:, 1:]), r"gumbel must be \(2, 5\)"),
         (replace(draft, target=draft.target.bfloat16()), noise, "target must be float32 or float64"),
         (replace(draft, proposal=draft.proposal.float()), noise, "proposal must be.*the same as target"),
-        (
-            replace(draft, topology=CandidateTree.chain(2).topology()),
-            noise,
-            "topology must hold 1 or 2 trees of 4",
-        ),
+        (replace(draft, topology=CandidateTree.chain(2).topology()), noise, "topology .* 1 or 2 trees of 4"),
     ]
     for bad_draft, bad_noise, message in wrong:
         with pytest.raises(ValueError, match=message):

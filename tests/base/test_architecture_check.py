@@ -170,9 +170,7 @@ def test_a_wrapper_around_a_model_is_refused_with_what_to_pass_instead():
         for kind in (peft.PromptTuningConfig, peft.PrefixTuningConfig, peft.PromptEncoderConfig)
     ]
     for wrapper in tuned:
-        with pytest.raises(
-            TypeError, match=r"get_base_model\(\) would lose it; train an adapter of the layers"
-        ):
+        with pytest.raises(TypeError, match=r"get_base_model\(\) would lose it; train an adapter"):
             MedusaModel(wrapper)
     wrapped = {
         r"OptimizedModule; pass the model that was compiled \(its _orig_mod\)": torch.compile(base),

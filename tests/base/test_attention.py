@@ -28,6 +28,10 @@ from medusa.base.attention import (
 from medusa.engine.kernels import kernels_unsupported_reason
 from medusa.trees.candidate_tree import TreeTopology
 
+needs_kernels = pytest.mark.skipif(
+    kernels_unsupported_reason() is not None, reason="no C++ compiler is installed"
+)
+
 WINDOWS = {
     "llama": {"full_attention": None},
     "qwen3": {"full_attention": None},
@@ -37,10 +41,6 @@ WINDOWS = {
     "phi": {"full_attention": None},
     "mixtral-moe": {"full_attention": None},
 }
-
-needs_kernels = pytest.mark.skipif(
-    kernels_unsupported_reason() is not None, reason="no C++ compiler is installed"
-)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

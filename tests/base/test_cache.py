@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import sys
 import weakref
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ARCHITECTURES, VOCAB_SIZE, random_prompts, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from stateful_models import stateful_model
 from test_causal_lm import TOLERANCE, tree_of
 
@@ -159,48 +162,99 @@ def test_a_long_prompt_takes_the_steps_it_needs_at_once():
     assert cache.num_bytes == num_bytes(3 * GROWTH_STEP, num_rows=1)
 
 
-def test_growing_keeps_what_is_stored():
-    generator, tokens = torch.Generator().manual_seed(4), None
-    cache, tokens = filled("llama", [GROWTH_STEP - 5, GROWTH_STEP - 9])
-    before = cache.num_bytes
-    for round_ in range(3):
-        tree = tree_of(num_nodes=12, seed=round_)
-        for row, new in zip(tokens, step(cache, "llama", tree, generator), strict=True):
-            row.extend(new)
-    assert cache.num_bytes == 2 * before
-    for row, row_tokens in enumerate(tokens):
-        assert_holds(cache, row, "llama", row_tokens)
+class Numbered:
+    """A cache without a model beside what its rows must hold: each token is a number that occurs once."""
+
+    def __init__(self, num_rows: int, random, numbers):
+        self.random, self.numbers = random, numbers
+        self.cache, self.held = TreeCache(num_rows, 2, "cpu"), [[] for _ in range(num_rows)]
+
+    def run(self, num_nodes: int) -> list[list[int]]:
+        """A pass over so many nodes: what each is, by row."""
+        tokens = [[next(self.numbers) for _ in range(num_nodes)] for _ in self.held]
+        states = torch.tensor(tokens, dtype=torch.float64)[:, None, :, None]
+        self.cache.plan_pass(num_nodes)
+        for layer in range(2):
+            self.cache.update(states + layer, -states.repeat(1, 1, 1, 2) - layer, layer)
+        self.cache.keep_features(states[:, 0], self.cache.lengths, self.cache.longest)
+        return tokens
+
+    def read(self, num_nodes: int) -> None:
+        tokens = self.run(num_nodes)
+        counts = [self.random.randint(1, num_nodes) for _ in self.held]
+        self.cache.commit_prefix(torch.tensor(counts))
+        for held, new, count in zip(self.held, tokens, counts, strict=True):
+            held += new[:count]
+
+    def accept(self) -> None:
+        num_nodes = self.random.randint(1, 9)
+        tokens = self.run(num_nodes)
+        counts = [self.random.randint(0, num_nodes) for _ in self.held]
+        drawn = [self.random.sample(range(num_nodes), num_nodes) for _ in self.held]
+        if self.random.random() < 0.3:
+            drawn = [[*range(num_nodes)] for _ in self.held]
+        paths = [sorted(path[:count]) + path[count:] for path, count in zip(drawn, counts, strict=True)]
+        self.cache.commit(torch.tensor(paths), torch.tensor(counts))
+        for held, new, path, count in zip(self.held, tokens, paths, counts, strict=True):
+            held += [new[node] for node in path[:count]]
+
+    def do(self, operation: str) -> None:
+        chance, cache, held = self.random, self.cache, self.held
+        row = chance.randrange(len(held))
+        if operation == "read":
+            self.read(chance.choice([1, 5, GROWTH_STEP // 2]))
+        elif operation == "accept":
+            self.accept()
+        elif operation == "forget":
+            self.run(chance.randint(1, 9))
+        elif operation == "uncommit" and all(held):
+            cache.uncommit_last()
+            self.held = [each[:-1] for each in held]
+        elif operation == "keep":
+            kept = chance.sample(range(len(held)), chance.randint(1, len(held)))
+            cache.keep_rows(torch.tensor(kept))
+            self.held = [held[each] for each in kept]
+        elif operation == "join":
+            other = Numbered(chance.randint(1, 2), chance, self.numbers)
+            other.read(chance.choice([1, 20, GROWTH_STEP + 10]))
+            cache.join(other.cache, chance.choice([0, 8]))
+            self.held = held + other.held
+        elif operation == "copy" and held[row]:
+            length = chance.randint(1, len(held[row]))
+            cache.join(cache.copy_of_row(row, length), chance.choice([0, 8]))
+            self.held = [*held, held[row][:length]]
+        elif operation in ("trim", "clear_uncommitted"):
+            getattr(cache, operation)()
+
+    def check(self) -> None:
+        lengths = [len(each) for each in self.held]
+        assert self.cache.lengths.tolist() == self.cache.known_lengths == lengths
+        assert self.cache.longest == max(lengths)
+        for row, held in enumerate(self.held):
+            tokens = torch.tensor(held, dtype=torch.float64)
+            for layer, (keys, values) in enumerate(each.entries for each in self.cache.tree_layers):
+                assert torch.equal(keys[row, 0, : len(held), 0], tokens + layer)
+                assert torch.equal(values[row, 0, : len(held)], -(tokens + layer)[:, None].expand(-1, 2))
+            assert torch.equal(self.cache.features[row, : len(held), 0], tokens)
 
 
-@pytest.mark.parametrize("kept", [[1], [2, 0], [3, 2, 1, 0], [0, 0, 3], []], ids=str)
-def test_kept_rows_stay_whole_and_come_in_the_order_asked(kept):
-    cache, tokens = filled("mistral-sliding", [9, 40, 1, 22])
-    cache.keep_rows(torch.tensor(kept, dtype=torch.long))
-    assert cache.num_rows == len(kept)
-    assert cache.longest == max((len(tokens[row]) for row in kept), default=0)
-    generator = torch.Generator().manual_seed(0)
-    new = step(cache, "mistral-sliding", tree_of(num_nodes=6, seed=1), generator) if kept else []
-    for place, row in enumerate(kept):
-        assert_holds(cache, place, "mistral-sliding", tokens[row] + new[place])
+OPERATIONS = ["read", "accept", "forget", "uncommit", "keep", "join", "copy", "trim", "clear_uncommitted"]
 
 
-@pytest.mark.parametrize("length", [3, 20, GROWTH_STEP + 10], ids=["shorter", "longer", "past the capacity"])
-@pytest.mark.parametrize("most_rows", [0, 8])
-def test_rows_that_join_hold_their_tokens_and_the_others_theirs(length, most_rows):
-    cache, tokens = filled("llama", [9, 14])
-    for seed in (8, 9):
-        source, new_tokens = filled("llama", [length], seed)
-        cache.join(source, most_rows)
-        tokens += new_tokens
-    assert cache.lengths.tolist() == [9, 14, length, length]
-    assert cache.longest == max(14, length)
-    new = step(cache, "llama", tree_of(num_nodes=6, seed=1), torch.Generator().manual_seed(0))
-    cache.keep_rows(torch.tensor([3, 1, 2]))
-    cache.join(cache.copy_of_row(0, length), most_rows)
-    cache.trim()
-    expected = [tokens[row] + new[row] for row in (3, 1, 2)] + [tokens[3]]
-    for row, held in enumerate(expected):
-        assert_holds(cache, row, "llama", held)
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 3), st.lists(st.sampled_from(OPERATIONS), max_size=12), st.randoms())
+def test_after_any_operations_each_row_holds_its_own_tokens_in_order(num_rows, operations, random):
+    rows = Numbered(num_rows, random, itertools.count(1))
+    rows.read(5)
+    for operation in operations:
+        rows.do(operation)
+        rows.check()
+
+
+def test_a_batch_may_be_left_without_a_row():
+    cache, _ = filled("llama", [9, 40])
+    cache.keep_rows(torch.tensor([], dtype=torch.long))
+    assert (cache.num_rows, cache.longest) == (0, 0)
 
 
 def test_with_room_a_row_joins_and_leaves_without_a_copy_of_the_others():

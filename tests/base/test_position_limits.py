@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import FACTORS, GROUPED, SWITCH, OracleDrafter, left_padded, longrope_model, random_prompts
+from conftest import (
+    FACTORS,
+    GROUPED,
+    SWITCH,
+    OracleDrafter,
+    assert_exact,
+    left_padded,
+    longrope_model,
+    random_prompts,
+)
 from test_causal_lm import tree_of
 from transformers import (
     Gemma3ForCausalLM,
@@ -27,10 +36,10 @@ def longrope():
 
 def assert_decodes_as_transformers(base, prompt, **options):
     reference = base.generate(prompt, **options, attention_mask=torch.ones_like(prompt))
-    for row, tree in ((0, tree_of(12, seed=3)), (1, tree_of(40, seed=4))):
-        drafter = OracleDrafter(reference.tolist(), tree, hit_rate=0.8, seed=row)
-        out = MedusaModel(base).generate(prompt, **options, drafter=drafter)
-        assert out.tolist() == reference.tolist()
+    trees = tree_of(12, seed=3), tree_of(40, seed=4)
+    oracles = (OracleDrafter(reference.tolist(), tree, hit_rate=0.8) for tree in trees)
+    hows = ({"drafter": each} for each in oracles)
+    assert_exact(MedusaModel(base), prompt, *hows, expected=reference, **options)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,10 @@ from collections import Counter
 
 import pytest
 from conftest import CHECKOUT
-from reported import reported
+from reported import ran, reported
 from tiny_chat import save_chat_model, wide_tree
 
 import medusa.hardware
-from medusa.cli.main import main
 from medusa.measurement import benchmark
 from medusa.prompts import read_prompts
 
@@ -104,25 +103,6 @@ def test_without_heads_drafters_are_compared_and_measuring_stops_when_the_time_i
 
 
 @pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        (["--systems", "nobody"], "system 'nobody' is not one of"),
-        (["--systems", "=heads"], "or LABEL=HEADS with a label of its own, got '=heads'"),
-        (["--systems", "name="], "or LABEL=HEADS with a label of its own, got 'name='"),
-        (["--systems", "plain=heads"], "or LABEL=HEADS with a label of its own, got 'plain=heads'"),
-        (["--acceptance", "lucky"], "acceptance must be of exact, typical"),
-        (["--systems", "suffix", "--exit-layer", "1"], "exit_layer goes with the drafter early-exit"),
-    ],
-)
-def test_what_is_unknown_or_read_by_nobody_is_refused_before_anything_loads(
-    setting, capsys, flags, complaint
-):
-    with pytest.raises(SystemExit):
-        main(["benchmark", *setting[2], *flags])
-    assert complaint in " ".join(capsys.readouterr().err.replace("│", " ").split())
-
-
-@pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--systems", "early-exit"], "'early-exit' needs a number of layers, 1 to 1 for this base; give"),
@@ -131,8 +111,7 @@ def test_what_is_unknown_or_read_by_nobody_is_refused_before_anything_loads(
     ],
 )
 def test_what_cannot_be_loaded_ends_the_program_with_what_it_lacks(setting, capsys, flags, message):
-    assert main(["benchmark", *setting[2], *flags]) == 1
-    assert message in capsys.readouterr().err.replace("\n", " ")
+    assert message in ran(capsys, ["benchmark", *setting[2], *flags], 1).err.replace("\n", " ")
 
 
 # ------------------------------------------------------------------ texts and other heads

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from conftest import tiny_model
+from reported import ran
 from tiny_chat import HIDDEN_SIZE, VOCAB_SIZE, save_chat_model
 
 from medusa import HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel, save_heads
@@ -88,5 +89,4 @@ def test_the_command_compiles_and_says_how_long_it_took(compiling, capsys, tmp_p
     assert json.loads(out.splitlines()[-1]) == {"was_there": False, "seconds": 321.0, "bytes": 25}
     names = [path.name.rsplit("-", 1)[0] for path in compiling]
     assert sorted(names) == ["heads", "heads-fuse", "llama-after", "llama-before", "llama-layers"]
-    assert main(words) == 0
-    assert "was there" in capsys.readouterr().err
+    assert "was there" in ran(capsys, words).err

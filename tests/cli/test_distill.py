@@ -6,13 +6,13 @@ from queue import SimpleQueue
 
 import pytest
 import torch
-from conftest import CHECKOUT
+from conftest import CHECKOUT, needs_kernels
 from fake_endpoint import fake_endpoints
+from reported import ran
 from tiny_chat import chat_base, chat_tokenizer, save_chat_model
 
 from medusa import MedusaModel
 from medusa.cli.main import main
-from medusa.engine.views import packed_unsupported_reason
 from medusa.files import read_json
 from medusa.prompts import read_prompts
 from medusa.training.distillation import answering
@@ -122,10 +122,8 @@ FINE = {"role": "assistant", "content": "fine"}
 
 
 def test_a_conversation_takes_replies_in_turn_and_ends_at_a_cut_one():
-    whole, cut = (
-        Reply(FINE, was_cut=False, num_tokens=1),
-        Reply({**FINE, "content": "fi"}, was_cut=True, num_tokens=1),
-    )
+    whole = Reply(FINE, was_cut=False, num_tokens=1)
+    cut = Reply({**FINE, "content": "fi"}, was_cut=True, num_tokens=1)
     conversation = Conversation(0, [{"role": "user", "content": "a"}])
     conversation.later_turns.extend(["b", "c"])
     assert conversation.receive(whole)
@@ -283,7 +281,7 @@ def test_the_program_answers_with_a_model_from_disk(tmp_path, capsys):
     assert f"medusa train --config smollm2_demo --base {base} --data {output} --output_dir " in said
 
 
-@pytest.mark.skipif(packed_unsupported_reason(chat_base()) is not None, reason="no C++ compiler is installed")
+@needs_kernels
 def test_answers_of_the_int8_engine_are_kept_apart_from_the_models_own(tmp_path, capsys):
     base, _ = save_chat_model(tmp_path)
     output = tmp_path / "rows.jsonl"
@@ -310,20 +308,17 @@ def test_compiled_steps_give_the_same_answers(tmp_path):
     assert read_rows(tmp_path / "compiled.jsonl") == read_rows(tmp_path / "general.jsonl")
 
 
+FINE_FROM = ["--prompts", "fine.jsonl", "--endpoint", "http://x", "--model", "y"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["--prompts", "nowhere.jsonl"], "'nowhere.jsonl' does not exist"),
         (["--prompts", "bad.jsonl"], "bad.jsonl row 2 is not valid JSON"),
         (["--prompts", "fine.jsonl", "--endpoint", "http://x"], "--endpoint and --model go together"),
-        (
-            ["--prompts", "fine.jsonl", "--endpoint", "http://x", "--model", "y", "--engine", "int8"],
-            "--engine int8 is for a base in this process",
-        ),
-        (
-            ["--prompts", "fine.jsonl", "--endpoint", "http://x", "--model", "y", "--step", "compiled"],
-            "--step compiled is for a base in this process",
-        ),
+        ([*FINE_FROM, "--engine", "int8"], "--engine int8 is for a base in this process"),
+        ([*FINE_FROM, "--step", "compiled"], "--step compiled is for a base in this process"),
         (["--prompt-free", "3", "--endpoint", "http://x", "--model", "y"], "--prompt-free needs the model"),
         (["--prompts", "fine.jsonl", "--max-minutes", "0"], "nothing was answered; give more time"),
     ],
@@ -334,8 +329,7 @@ def test_the_program_says_what_is_wrong_in_one_sentence(tmp_path, monkeypatch, c
     write_rows(tmp_path / "fine.jsonl", {"prompt": "hi"})
     (tmp_path / "bad.jsonl").write_text('{"prompt": "hi"}\n{"prompt"\n')
     options = ["--output", "rows.jsonl", "--base", base, "--device", "cpu"]
-    assert main(["distill", *options, *arguments]) == 1
-    said = capsys.readouterr().err
+    said = ran(capsys, ["distill", *options, *arguments], 1).err
     assert f"error: {complaint}" in said.replace("\n", " ") or complaint in said
     assert "Traceback" not in said
 
@@ -515,8 +509,7 @@ def test_when_all_endpoints_die_the_run_fails_and_keeps_what_was_answered(serve,
     file, output = prompts_file(tmp_path, 20), tmp_path / "answers.jsonl"
     urls = [fake.url for fake in fakes]
     command = ["distill", "--prompts", str(file), "--output", str(output), "--model", "tiny"]
-    assert main([*command, "--endpoint", *urls, "--batch-size", "1"]) == 1
-    told = capsys.readouterr().err
+    told = ran(capsys, [*command, "--endpoint", *urls, "--batch-size", "1"], 1).err
     assert "1 of 2 go on" in told
     assert "answered HTTP 401" in told
     assert len(read_rows(output)) == 6

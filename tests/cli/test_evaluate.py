@@ -3,13 +3,12 @@
 import json
 
 import pytest
-from reported import reported
+from reported import ran, reported
 from tiny_chat import chat_heads, perfect_heads, save_chat_model, wide_tree
 from tiny_training import chat_tokenizer, counting_rows, write_rows
 
 import medusa
 from medusa import HeadsCheckpoint, MedusaModel, save_heads
-from medusa.assets import DEFAULT_HEADS
 from medusa.cli.main import main
 from medusa.engine.kernels import kernels_unsupported_reason
 from medusa.heads.checkpoint import weights_digest
@@ -144,25 +143,6 @@ def test_without_rounds_nothing_is_timed_and_sizes_ask_one_set_too(setting, caps
     assert (row["heads"], row["step_milliseconds"]) == (flags[3], None)
 
 
-@pytest.mark.parametrize(
-    ("asked", "complaint"),
-    [
-        (["--held-out"], "held_out and prompts both say what to ask about"),
-        (["--sizes", "2", "--also-at", "1"], "also_at goes with other questions than several sets of heads"),
-        (["--fidelity", "--sizes", "4"], "sizes goes with other questions than --fidelity"),
-        (["--tokens-per-pass", "1"], "tokens_per_pass goes with other questions than one set of heads"),
-        (["other"], "named one after the other, or one set with --heads, not both"),
-        (["--fidelity", "--heads", DEFAULT_HEADS, "one"], "fidelity is an engine's, and sets of heads are"),
-        (["--tree-nodes", "7"], "tree_nodes and calibrate_on go together"),
-        (["--fidelity", "--temperature", "0.5"], "temperature must be 0"),
-    ],
-)
-def test_options_that_answer_another_question_are_refused(setting, capsys, asked, complaint):
-    with pytest.raises(SystemExit):
-        main(["evaluate", *setting[1], *asked])
-    assert complaint in " ".join(capsys.readouterr().err.replace("│", " ").split())
-
-
 # ------------------------------------------------------------------ an engine
 
 
@@ -194,8 +174,7 @@ def test_int8_is_some_way_from_float32_and_a_packed_model_is_none(flags, capsys)
     ],
 )
 def test_what_cannot_be_compared_is_refused(flags, capsys, extra, message):
-    assert main(["evaluate", "--fidelity", *flags, *extra]) == 1
-    assert message in capsys.readouterr().err
+    assert message in ran(capsys, ["evaluate", "--fidelity", *flags, *extra], 1).err
 
 
 # ------------------------------------------------------------------ what training held out

@@ -1,8 +1,10 @@
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import pytest
 import tyro
+from refusals import refusals
 
 from medusa.cli.benchmark import BenchmarkOptions
 from medusa.cli.option_types import ReplyOptions
@@ -15,6 +17,7 @@ from medusa.cli.options import (
     parse,
 )
 from medusa.cli.serve import ServeOptions
+from medusa.options import TemplateOptions
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,15 @@ def test_presets_give_way_to_the_file_and_the_file_to_the_command_line(config):
     assert (options.precision, options.learning_rate) == ("fp32", 9)
 
 
+def refusal(capsys, *arguments) -> str:
+    """What is said of a command line that is refused with status 2."""
+    with pytest.raises(SystemExit) as ended:
+        read(*arguments)
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and not printed.out
+    return printed.err
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -123,13 +135,9 @@ def test_presets_give_way_to_the_file_and_the_file_to_the_command_line(config):
 )
 def test_a_file_that_cannot_be_used_is_refused_with_status_2(config, capsys, text, complaint):
     path = config(text)
-    with pytest.raises(SystemExit) as ended:
-        read("--config", path)
-    assert ended.value.code == 2
-    printed = capsys.readouterr()
-    assert complaint.format(path=path) in printed.err
-    assert path in printed.err, "the user learns which file it was"
-    assert not printed.out
+    said = refusal(capsys, "--config", path)
+    assert complaint.format(path=path) in said
+    assert path in said, "the user learns which file it was"
 
 
 @pytest.mark.parametrize(
@@ -151,18 +159,38 @@ def test_a_file_that_cannot_be_used_is_refused_with_status_2(config, capsys, tex
     ],
 )
 def test_a_command_line_that_cannot_be_used_is_refused_with_status_2(capsys, arguments, complaint):
-    with pytest.raises(SystemExit) as ended:
-        read(*arguments)
-    assert ended.value.code == 2
-    printed = capsys.readouterr()
-    assert complaint in printed.err
-    assert len(printed.err.splitlines()) < 12
-    assert not printed.out
+    said = refusal(capsys, *arguments)
+    assert complaint in said
+    assert len(said.splitlines()) < 12
 
 
-def test_groups_check_themselves_without_a_parser():
-    with pytest.raises(ValueError, match="limit must be at least 1, got 0"):
-        PromptOptions(limit=0)
+test_groups_check_themselves_without_a_parser = refusals(
+    ("limit", lambda: PromptOptions(limit=0), "limit must be at least 1, got 0"),
+    ("system", lambda: ReplyOptions(system="Be brief \udcff"), "system must be UTF-8 text"),
+    (
+        "a list",
+        lambda: TemplateOptions(chat_template_kwargs="[1]"),
+        "chat_template_kwargs must be a JSON object",
+    ),
+    (
+        "no JSON",
+        lambda: TemplateOptions(chat_template_kwargs="{"),
+        "chat_template_kwargs must be a JSON object",
+    ),
+    (
+        "text",
+        lambda: TemplateOptions(chat_template_kwargs='"a"'),
+        "chat_template_kwargs must be a JSON object",
+    ),
+    *(
+        (
+            number,
+            partial(TemplateOptions, chat_template_kwargs=f'{{"x": [{number}]}}'),
+            "kwargs: numbers must be finite",
+        )
+        for number in ("1e400", "NaN", "-Infinity")
+    ),
+)
 
 
 def test_help_shows_the_description_as_it_stands_and_fits_80_columns(capsys, monkeypatch):
@@ -190,11 +218,6 @@ def test_positional_arguments_are_no_keys_of_a_file():
     globals()["Asked"] = Asked
     assert set(flag_types(Asked)) == {"raw"}
     assert parse(Asked, ["Hello", "--raw"]) == Asked("Hello", True)
-
-
-def test_a_system_message_that_is_no_text_is_refused():
-    with pytest.raises(ValueError, match="system must be UTF-8 text"):
-        ReplyOptions(system="Be brief \udcff")
 
 
 def test_flags_and_keys_of_earlier_versions_still_work(config):

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants
+from reported import ran
 from tiny_chat import chat_base, chat_heads, chat_tokenizer, wide_tree
 
 from medusa import HeadsCheckpoint, HeadsConfig, MedusaHeads, load_heads, save_heads
@@ -132,10 +133,7 @@ def test_a_card_without_measurements_says_so_and_holds_no_number_of_them(heads, 
 @pytest.mark.parametrize(
     "changes, complaint",
     [
-        (
-            {"made": {"heads": "others", "heads_sha256": "0" * 64}},
-            "is about other heads than these: 'others'",
-        ),
+        ({"made": {"heads": "others", "heads_sha256": "0" * 64}}, "about other heads than these: 'others'"),
         ({"made": None}, "must hold made, and does not"),
     ],
 )
@@ -192,10 +190,7 @@ def test_a_recorded_base_that_is_a_directory_here_must_be_named_by_its_hub_id(tm
 REFUSED = {
     "no token": ({"HF_TOKEN": ""}, "needs a token with the right to write; log in with `hf auth login`"),
     "a token that nobody has": ({"HF_TOKEN": "hf_nobody"}, "does not know the token"),
-    "a token that only reads": (
-        {"HF_TOKEN": "hf_ada_reads"},
-        "the token may not write to 'ada/heads' (403)",
-    ),
+    "a token that only reads": ({"HF_TOKEN": "hf_ada_reads"}, "the token may not write to 'ada/heads' (403)"),
     "somebody else's repository": ({"HF_TOKEN": "hf_bob"}, "it belongs to 'bob'; push to bob/NAME"),
 }
 
@@ -294,7 +289,6 @@ def test_the_tiny_chat_is_answered_from_the_hub(logged_in, heads, tmp_path, caps
     assert push(heads, "ada/heads") == 0
     answer = ["--max-new-tokens", "12", "Hello"]
     capsys.readouterr()
-    assert main(["generate", "--base", BASE, "--heads", "ada/heads", *answer]) == 0
-    ours = capsys.readouterr().out
+    ours = ran(capsys, ["generate", "--base", BASE, "--heads", "ada/heads", *answer]).out
     assert main(["generate", "--base", str(tmp_path / "base"), "--heads", heads, "--plain", *answer]) == 0
     assert ours == capsys.readouterr().out

@@ -17,6 +17,7 @@ import torch
 from accelerate.state import AcceleratorState
 from conftest import CHECKOUT
 from peft import PeftModel
+from reported import ran
 from tiny_training import MORTAL, accelerated, write_run
 from transformers import AutoModelForCausalLM
 
@@ -108,8 +109,7 @@ def test_a_launched_run_leaves_heads_with_a_tree_and_their_history_and_goes_on_i
 
 def test_inspect_shows_what_is_trained_on_and_trains_nothing(workplace, here, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert main(["train", "--config", "run.yaml", "--output_dir", "inspected", "--inspect"]) == 0
-    shown = capsys.readouterr().err
+    shown = ran(capsys, ["train", "--config", "run.yaml", "--output_dir", "inspected", "--inspect"]).err
     assert "\x1b[1;32m" in shown
     assert "tokens trained on" in shown
     assert "38 training documents" in shown

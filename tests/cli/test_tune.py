@@ -92,10 +92,3 @@ def test_tune_tree_takes_a_size_and_answers_from_the_file_without_timing(setting
     assert (Path(heads) / "tree.json").read_text() == before
     assert main(["tune", *flags]) == 0
     assert load_heads(heads).tree.num_nodes == 5
-
-
-def test_tune_tree_needs_a_directory_to_write_into(setting, capsys):
-    _, flags = setting
-    with pytest.raises(SystemExit):
-        main(["tune", *flags, "--heads", "owner/name"])
-    assert "heads must be a directory to" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from conftest import (
     OracleDrafter,
     RandomDrafting,
     left_padded,
+    needs_kernels,
     random_heads,
     random_prompts,
     tiny_model,
@@ -45,7 +46,6 @@ from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
-from medusa.engine.kernels import kernels_unsupported_reason
 
 NUM_HEADS = 3
 EOS = [11, 12, 13]
@@ -304,7 +304,7 @@ def test_thousands_of_calls_give_the_text_of_the_base(reads, step, data):
     holds(data.draw(cases(reads, step)))
 
 
-@pytest.mark.skipif(kernels_unsupported_reason() is not None, reason="no C++ compiler is installed")
+@needs_kernels
 @pytest.mark.parametrize("engine", ["packed", "int8"])
 def test_of_two_tokens_with_equal_logits_the_kernels_write_the_same_whatever_is_guessed(engine):
     """Each token has a twin. Torch rounds the two differently in six of twelve such texts."""

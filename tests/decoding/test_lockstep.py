@@ -204,9 +204,7 @@ def test_rules_that_look_at_all_nodes_refuse_what_must_be_called_once_for_each_p
     model = MedusaModel(tiny_model("llama"))
     options = {"max_new_tokens": 4, "do_sample": True, "acceptance": acceptance, "pad_token_id": 0}
     processor = LogitsProcessorList([BansPerRow()])
-    with pytest.raises(
-        ValueError, match=rf"^BansPerRow must be called once .* acceptance='{acceptance}' looks"
-    ):
+    with pytest.raises(ValueError, match=f"^BansPerRow must be called once .*'{acceptance}' looks"):
         model.generate(**batch_of(1), **options, logits_processor=processor)
     criteria = StoppingCriteriaList([StopsAfterEnough([])])
     with pytest.raises(ValueError, match="StopsAfterEnough must be called once for each position"):

@@ -6,9 +6,19 @@ import warnings
 
 import pytest
 import torch
-from conftest import BUSHY, VOCAB_SIZE, OracleDrafter, left_padded, random_heads, random_prompts, tiny_model
+from conftest import (
+    BUSHY,
+    VOCAB_SIZE,
+    OracleDrafter,
+    assert_exact,
+    left_padded,
+    random_heads,
+    random_prompts,
+    tiny_model,
+)
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
+from refusals import refusals
 from stateful_models import DECODABLE, model_of_twins, stateful_model, turned_at_a_tie
 from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
@@ -23,7 +33,8 @@ from medusa.drafters.suffix import SuffixDrafter
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.trees.candidate_tree import TreeTopology
 
-EOS = [11, 12, 13]
+EOS, CHAIN = [11, 12, 13], CandidateTree.chain(3)
+GREEDY = {"max_new_tokens": 30, "do_sample": False}
 SOME = ("falcon_h1", "lfm2", "mamba2", "qwen3_next")
 """Both in one layer; convolutions; no attention; a delta rule and experts."""
 
@@ -65,20 +76,17 @@ def test_of_two_thousand_greedy_answers_fewer_than_one_in_a_hundred_turns_at_a_t
 @pytest.mark.parametrize("model_type", DECODABLE)
 def test_text_is_that_of_plain_decoding_where_the_two_best_logits_all_but_tie(model_type):
     model, prompt = MedusaModel(model_of_twins(model_type)), random_prompts(1, 9)
-    options = {"max_new_tokens": 30, "do_sample": False}
-    plain = model.generate(prompt, **options, tree=CandidateTree.chain(0))
-    for hit_rate in (0.6, 1.0):
-        drafter = OracleDrafter(plain.tolist(), CandidateTree.chain(3), hit_rate)
-        assert torch.equal(model.generate(prompt, **options, drafter=drafter), plain)
+    plain = model.generate(prompt, **GREEDY, tree=CHAIN.subtree(0))
+    hows = ({"drafter": OracleDrafter(plain.tolist(), CHAIN, hit_rate)} for hit_rate in (0.6, 1.0))
+    assert_exact(model, prompt, *hows, expected=plain, **GREEDY)
 
 
 def test_rows_of_a_batch_that_all_but_tie_are_each_read_again():
     model, prompts = MedusaModel(model_of_twins("bamba")), random_prompts(3, 9)
-    options = {"max_new_tokens": 30, "do_sample": False}
     with pytest.warns(UserWarning, match="read one after the other"):
-        plain = model.generate(prompts, **options, tree=CandidateTree.chain(0))
-        drafter = OracleDrafter(plain.tolist(), CandidateTree.chain(3), 0.8)
-        assert torch.equal(model.generate(prompts, **options, drafter=drafter), plain)
+        plain = model.generate(prompts, **GREEDY, tree=CHAIN.subtree(0))
+        drafter = OracleDrafter(plain.tolist(), CHAIN, 0.8)
+        assert_exact(model, prompts, {"drafter": drafter}, expected=plain, **GREEDY)
 
 
 @st.composite
@@ -157,9 +165,8 @@ def test_processors_criteria_and_early_ends_are_those_of_transformers(model_type
         {"logits_processor": LogitsProcessorList([Favours()])},
     ):
         expected = own_answer(model, prompt, max_new_tokens=30, **options)
-        drafter = OracleDrafter(expected.tolist(), CandidateTree.chain(3), 0.7)
-        text = model.generate(prompt, max_new_tokens=30, do_sample=False, drafter=drafter, **options)
-        assert torch.equal(text, expected)
+        how = {"drafter": OracleDrafter(expected.tolist(), CHAIN, 0.7)}
+        assert_exact(model, prompt, how, expected=expected, **GREEDY, **options)
 
 
 def test_a_streamer_and_the_steps_of_a_stream_give_the_same_tokens():
@@ -185,16 +192,13 @@ def test_a_streamer_and_the_steps_of_a_stream_give_the_same_tokens():
 
 @pytest.mark.parametrize("model_type", ["bamba", "qwen3_5_text"])
 def test_an_eagle3_head_and_heads_with_fused_layers_draft(model_type):
-    base, prompt = stateful_model(model_type), random_prompts(1, 9)
+    base, drafters = stateful_model(model_type), ("heads", "dynamic-heads", "dynamic-heads+suffix")
     with torch.random.fork_rng():
         torch.manual_seed(3)
         head = Eagle3Head(Eagle3Config.of_base(base, fused_layers=(1, 2)))
     for heads in (head, random_heads(4, fused_layers=(1,))):
-        model = MedusaModel(base, heads)
-        expected = model.generate(prompt, max_new_tokens=24, do_sample=False, tree=CandidateTree.chain(0))
-        for drafter in ("heads", "dynamic-heads", "dynamic-heads+suffix"):
-            text = model.generate(prompt, max_new_tokens=24, do_sample=False, drafter=drafter)
-            assert torch.equal(text, expected)
+        hows = ({"drafter": drafter} for drafter in drafters)
+        assert_exact(MedusaModel(base, heads), random_prompts(1, 9), *hows, **GREEDY)
 
 
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.only_chains])
@@ -273,21 +277,22 @@ def test_a_guess_on_which_the_base_is_not_finite_leaves_no_trace_in_the_state():
     assert torch.equal(model.generate(prompt, drafter=Poison(2), **options), plain)
 
 
-def test_what_a_state_cannot_follow_is_refused():
-    model, prompt = model_of("lfm2"), random_prompts(1, 5)
-    with pytest.raises(ValueError, match=r"tree must be a chain for Lfm2ForCausalLM, .* of 11 nodes"):
-        model.generate(prompt, tree=BUSHY, max_new_tokens=4)
-    with pytest.raises(ValueError, match="tree must be a chain"):
-        MedusaModel(model.base, random_heads(num_heads=4), BUSHY)
-    with pytest.raises(ValueError, match=r"'heads\+suffix' drafts trees side by side, .* verifies chains"):
-        model.generate(prompt, drafter="heads+suffix", max_new_tokens=4)
-    with pytest.raises(ValueError, match="drafter 'early-exit' needs a base whose layers are all attention"):
-        model.generate(prompt, drafter="early-exit", max_new_tokens=4)
-    with pytest.raises(ValueError, match="drafts for it must be chains, got a tree"):
-        model.generate(prompt, drafter=OracleDrafter([[0] * 99], BUSHY, 0.5), max_new_tokens=4)
-    with pytest.raises(ValueError, match="step='static' needs a base whose layers are all attention"):
-        model.generate(prompt, step="static", max_new_tokens=4)
-    assert not model.can_compile
+def refused_by(**options):
+    return lambda: model_of("lfm2").generate(random_prompts(1, 5), **options, max_new_tokens=4)
+
+
+test_what_a_state_cannot_follow_is_refused = refusals(
+    ("a tree", refused_by(tree=BUSHY), "tree must be a chain for Lfm2ForCausalLM, ... of 11 nodes"),
+    ("its tree", lambda: MedusaModel(stateful_model("lfm2"), random_heads(), BUSHY.subtree(3)), "be a chain"),
+    ("a union", refused_by(drafter="heads+suffix"), "'heads+suffix' drafts trees side by side"),
+    ("early exit", refused_by(drafter="early-exit"), "'early-exit' needs ... layers are all attention"),
+    ("drafts", refused_by(drafter=OracleDrafter([[0] * 99], BUSHY, 0.5)), "chains, got a tree"),
+    ("static", refused_by(step="static"), "step='static' needs a base whose layers are all attention"),
+)
+
+
+def test_a_base_that_keeps_a_state_cannot_be_compiled():
+    assert not model_of("lfm2").can_compile
 
 
 def test_the_best_path_is_the_one_on_which_most_guesses_are_expected_to_be_right():

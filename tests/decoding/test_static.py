@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from conftest import (
     SLIDING_WINDOW,
     VOCAB_SIZE,
     OracleDrafter,
+    assert_exact,
     counting_model,
     decode,
     left_padded,
@@ -21,6 +23,7 @@ from conftest import (
     random_prompts,
     tiny_model,
 )
+from refusals import refusals
 from static_oracle import StaticOracle
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process as hf
@@ -275,81 +278,51 @@ def test_every_processor_that_reads_no_path_is_let_through():
     assert_same(*both(base, lambda: StaticOracle(answers, BUSHY), request))
 
 
-REFUSED = {
-    "a processor that reads the path": (
+ON_THE_HOST = OracleDrafter([[1]], BUSHY, hit_rate=1.0)
+NEVER = StoppingCriteriaList([lambda ids, scores, **_: torch.zeros(1).bool()])
+STATIC = {
+    "a processor": (
         {"repetition_penalty": 1.3},
-        r"logits processors that read the tokens before each node .*: RepetitionPenaltyLogitsProcessor",
+        "logits processors that read ... RepetitionPenaltyLogitsProcessor",
     ),
-    "a stopping criterion": (
-        {"stopping_criteria": StoppingCriteriaList([lambda ids, scores, **_: torch.zeros(1).bool()])},
-        "stopping criteria",
-    ),
+    "a stopping criterion": ({"stopping_criteria": NEVER}, "stopping criteria"),
     "typical acceptance": ({"acceptance": "typical"}, "acceptance='typical'; use acceptance='exact', or"),
     "another rule": (
         {"acceptance": "token", "do_sample": True},
         "acceptance='token'; use acceptance='exact', or",
     ),
-    "another drafter": (
-        {"drafter": OracleDrafter([[1]], BUSHY, hit_rate=1.0)},
-        "OracleDrafter, which reads its drafts on the host; use drafter='heads', 'dynamic-heads', 'suffix', "
-        "unions of these or 'plain', or ",
-    ),
-    "a union with another drafter": (
-        {"drafter": UnionDrafter([SuffixDrafter(4), OracleDrafter([[1]], BUSHY, hit_rate=1.0)])},
-        "OracleDrafter, which .*; use drafter='heads', 'dynamic-heads', ",
-    ),
+    "another drafter": ({"drafter": ON_THE_HOST}, "OracleDrafter, which reads its drafts on the host"),
+    "such a part": ({"drafter": UnionDrafter([SuffixDrafter(4), ON_THE_HOST])}, "OracleDrafter, which"),
 }
+STEPS = [
+    ("captured", "eager", "step='captured' needs ... CUDA device, got one on cpu; use step='static'"),
+    ("compiled", "eager", "step='compiled' needs engine='packed' or 'int8'"),
+    ("fast", "eager", "step must be one of ('general', ... 'captured'), got 'fast'"),
+]
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_a_static_step_cannot_decode_is_refused_by_name(what):
-    options, message = REFUSED[what]
-    model = MedusaModel(tiny_model("llama"))
-    call = {"max_new_tokens": 4, "do_sample": False, **options}
-    for method in (model.generate, model.stream):
-        with pytest.raises(ValueError, match=rf"step='static' cannot work with {message}.*step='general'$"):
-            method(random_prompts(1, 5), **call, step="static")
+def asked(method: str, step: str, **options):
+    model, call = MedusaModel(tiny_model("llama")), {"max_new_tokens": 4, "do_sample": False, **options}
+    return lambda: getattr(model, method)(random_prompts(1, 5), **call, step=step)
+
+
+test_what_a_step_cannot_run_on_is_refused_by_name = refusals(
+    *(
+        (f"{what}, {method}", asked(method, "static", **options), f"step='static' cannot work with {words}")
+        for what, (options, words) in STATIC.items()
+        for method in ("generate", "stream")
+    ),
+    *((f"{step} for a call", asked("stream", step), words) for step, _, words in STEPS),
+    *(
+        (step, partial(MedusaModel, tiny_model("llama"), engine=engine, step=step), words)
+        for step, engine, words in STEPS
+    ),
+)
 
 
 def test_greedily_every_rule_is_the_exact_one_and_runs():
-    model = MedusaModel(tiny_model("llama"))
-    options = {"max_new_tokens": 6, "do_sample": False}
-    expected = model.generate(random_prompts(1, 5), **options)
-    assert torch.equal(
-        model.generate(random_prompts(1, 5), **options, acceptance="block", step="static"), expected
-    )
-
-
-def tokens_of_one_row(results):
-    return [token for step in results for token in step.tokens[0]]
-
-
-def test_an_unknown_kind_of_step_is_refused():
-    with pytest.raises(ValueError, match=r"step must be one of \('general', .*'captured'\), got 'fast'"):
-        MedusaModel(tiny_model("llama"), step="fast")
-
-
-@pytest.mark.parametrize(
-    ("step", "engine", "message"),
-    [
-        (
-            "captured",
-            "eager",
-            "step='captured' needs a model on a CUDA device, got one on cpu; use step='static'",
-        ),
-        (
-            "compiled",
-            "eager",
-            "step='compiled' needs engine='packed' or 'int8', whose layers are compiled ahead on a CPU",
-        ),
-    ],
-)
-def test_steps_that_cannot_run_on_a_base_are_refused_at_once(step, engine, message):
-    with pytest.raises(ValueError, match=message):
-        MedusaModel(tiny_model("llama"), engine=engine, step=step)
-    model = MedusaModel(tiny_model("llama"), engine=engine)
-    with pytest.raises(ValueError, match=message):
-        model.stream(random_prompts(1, 4), max_new_tokens=3, do_sample=False, step=step)
+    model, call = MedusaModel(tiny_model("llama")), {"max_new_tokens": 6, "do_sample": False}
+    assert_exact(model, random_prompts(1, 5), {"acceptance": "block", "step": "static"}, **call)
 
 
 @pytest.mark.parametrize("step", ["compiled", "captured"])

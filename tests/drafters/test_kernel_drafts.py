@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import GROUPED, VOCAB_SIZE
+from conftest import GROUPED, VOCAB_SIZE, needs_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -20,14 +20,11 @@ from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.protocol import DraftContext, topology_violations
 from medusa.engine.engine_state import apply_engine
 from medusa.engine.optimized_heads import optimized_heads
-from medusa.engine.views import packed_unsupported_reason
 
 BASE = LlamaForCausalLM(LlamaConfig(**{**GROUPED, "num_hidden_layers": 1})).eval()
 SIZE = BASE.config.hidden_size
 
-pytestmark = pytest.mark.skipif(
-    packed_unsupported_reason(BASE) is not None, reason="no C++ compiler is installed"
-)
+pytestmark = needs_kernels
 
 
 def drafter(num_nodes, depth, suffix_length, token_map_size=None):

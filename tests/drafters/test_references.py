@@ -7,7 +7,15 @@ import threading
 
 import pytest
 import torch
-from conftest import GROUPED, VOCAB_SIZE, counting_model, left_padded, random_heads, random_prompts
+from conftest import (
+    GROUPED,
+    VOCAB_SIZE,
+    counting_model,
+    left_padded,
+    needs_kernels,
+    random_heads,
+    random_prompts,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -25,11 +33,8 @@ from medusa.drafters.suffix import (
     SuffixDrafter,
     continuations,
 )
-from medusa.engine.kernels import kernels_unsupported_reason
 
-pytestmark = pytest.mark.skipif(
-    kernels_unsupported_reason() is not None, reason="no C++ compiler is installed"
-)
+pytestmark = needs_kernels
 
 DEPTH, MAX_PLACES, SHORTEST_INDEXED, MOST_TRUST = 6, 16, LEAST_OF_SEVERAL, 1.5
 TOKENS = st.lists(st.integers(0, 3), max_size=30)

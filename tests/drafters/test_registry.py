@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from conftest import VOCAB_SIZE, random_prompts, tiny_model
+from conftest import VOCAB_SIZE, assert_exact, random_prompts, tiny_model
+from refusals import refusals
 from tiny_chat import chat_base, chat_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -60,13 +61,10 @@ def test_every_name_gives_its_drafter_and_every_drafter_is_exact():
         "early-exit+suffix+heads": UnionDrafter,
     }
     assert set(DRAFTERS) <= set(kinds) | {"eagle3", "mtp"}
-    prompts = random_prompts(2, 7)
+    drafters = {name: DrafterFactory(model, settings).make(name) for name in kinds}
+    assert {name: type(drafter) for name, drafter in drafters.items()} == kinds
     options = {"do_sample": True, "temperature": 0.9, "seed": 5, "max_new_tokens": 12}
-    plain = model.generate(prompts, **options, tree=CandidateTree.chain(0))
-    for name, kind in kinds.items():
-        drafter = DrafterFactory(model, settings).make(name)
-        assert type(drafter) is kind
-        assert model.generate(prompts, **options, drafter=drafter).tolist() == plain.tolist()
+    assert_exact(model, random_prompts(2, 7), *({"drafter": each} for each in drafters.values()), **options)
 
 
 def test_models_that_draft_run_on_the_engine_of_the_base(tmp_path):
@@ -76,14 +74,12 @@ def test_models_that_draft_run_on_the_engine_of_the_base(tmp_path):
     model = MedusaModel(base, engine="packed")
     base.save_pretrained(tmp_path)
     settings = DrafterSettings(exit_layer=1, draft_model=tmp_path)
-    prompts = random_prompts(2, 7)
-    plain = model.generate(prompts, do_sample=False, max_new_tokens=12)
     for name, attribute in (("early-exit", "cheaper"), ("draft-model", "draft_model")):
         drafter = DrafterFactory(model, settings).make(name)
         layers = getattr(drafter, attribute).modules()
         assert any(isinstance(layer, PackedLinear) for layer in layers)
-        drafted = model.generate(prompts, do_sample=False, max_new_tokens=12, drafter=drafter)
-        assert drafted.tolist() == plain.tolist()
+        call = {"do_sample": False, "max_new_tokens": 12}
+        assert_exact(model, random_prompts(2, 7), {"drafter": drafter}, **call)
 
 
 def test_chains_have_the_length_asked_for_and_heads_keep_their_tree():
@@ -114,10 +110,8 @@ def test_a_wider_draft_is_for_rules_that_take_a_tree():
 @pytest.mark.parametrize("name", ["heads", "dynamic-heads", "suffix", "early-exit", "heads+suffix"])
 def test_every_drafter_fills_the_tree_it_is_given_and_is_new_each_time(name):
     model = model_with_heads()
-    drafters, tree = (
-        DrafterFactory(model, DrafterSettings(exit_layer=1)),
-        CandidateTree.from_paths([(0,), (0, 1)]),
-    )
+    drafters = DrafterFactory(model, DrafterSettings(exit_layer=1))
+    tree = CandidateTree.from_paths([(0,), (0, 1)])
     drafter = drafters.make(name, tree)
     assert drafter.max_depth == 2 and drafters.make(name).max_depth != 1
     for part in getattr(drafter, "drafters", [drafter]):
@@ -142,32 +136,6 @@ def test_available_drafters_are_those_that_lack_nothing():
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (
-            "lookup",
-            r"drafter 'lookup' is unknown; there are heads, .*plain, and unions such as heads\+suffix",
-        ),
-        ("heads+lookup", "drafter 'lookup' is unknown"),
-        ("suffix+suffix", r"a union names each drafter once, .* got 'suffix\+suffix'"),
-        ("plain+suffix", r"not 'plain', which proposes nothing; got 'plain\+suffix'"),
-        ("heads", r"drafter 'heads' needs heads, and the model was loaded without; give heads= \(--heads\)"),
-        (
-            "early-exit",
-            r"'early-exit' needs a number of layers, 1 to 1 .* give exit_layer= to make_drafter \(--exit-",
-        ),
-        (
-            "draft-model",
-            r"'draft-model' needs a smaller model .*; give draft_model= to make_drafter \(--draft-model\)",
-        ),
-    ],
-)
-def test_a_drafter_that_cannot_be_is_refused_with_what_it_lacks(name, message):
-    with pytest.raises(ValueError, match=message):
-        DrafterFactory(MedusaModel(tiny_model("llama"))).make(name)
-
-
-@pytest.mark.parametrize(
     ("name", "settings"),
     [
         ("early-exit", {"exit_layer": 1}),
@@ -176,35 +144,37 @@ def test_a_drafter_that_cannot_be_is_refused_with_what_it_lacks(name, message):
     ],
 )
 def test_a_model_makes_drafters_that_need_more_than_a_name(name, settings):
-    model, ids = model_with_heads(), random_prompts(2, 7)
-    options = {"do_sample": False, "max_new_tokens": 8}
+    model = model_with_heads()
     drafter = model.make_drafter(name, **settings)
     assert drafter.max_depth == settings.get("draft_length", drafter.max_depth)
-    plain = model.generate(ids, **options, tree=CandidateTree.chain(0))
-    for _ in range(2):
-        assert model.generate(ids, **options, drafter=drafter).tolist() == plain.tolist()
+    call = {"do_sample": False, "max_new_tokens": 8}
+    assert_exact(model, random_prompts(2, 7), *[{"drafter": drafter}] * 2, **call)
     assert model.make_drafter(name, CandidateTree.chain(3), **settings).max_depth == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("suffix", {"exit_layer": 1}, "exit_layer goes with the drafter early-exit, which is not asked for"),
-        ("heads", {"draft_model": "x"}, "draft_model goes with the drafter draft-model"),
-        ("early-exit", {"exit_layer": 0}, "exit_layer must be at least 1, got 0"),
-        ("eagle3", {}, r"needs an EAGLE-3 head; give eagle3= to make_drafter \(--eagle3\)"),
-    ],
+def made_of_a_base(name: str):
+    return lambda: DrafterFactory(MedusaModel(tiny_model("llama"))).make(name)
+
+
+def made(name: str, **settings):
+    return lambda: model_with_heads().make_drafter(name, **settings)
+
+
+test_a_drafter_that_cannot_be_is_refused_with_what_it_lacks = refusals(
+    ("unknown", made_of_a_base("lookup"), "'lookup' is unknown; there are heads, ... plain, and unions"),
+    ("a part of a union", made_of_a_base("heads+lookup"), "drafter 'lookup' is unknown"),
+    ("one twice", made_of_a_base("suffix+suffix"), "names each drafter once, ... got 'suffix+suffix'"),
+    ("nothing beside one", made_of_a_base("plain+suffix"), "'plain', ... got 'plain+suffix'"),
+    ("no heads", made_of_a_base("heads"), "'heads' needs heads, ... give heads= (--heads)"),
+    ("no layer", made_of_a_base("early-exit"), "1 to 1 ... exit_layer= to make_drafter (--exit-"),
+    ("no model", made_of_a_base("draft-model"), "draft_model= to make_drafter (--draft-model)"),
+    ("another's layer", made("suffix", exit_layer=1), "exit_layer goes with the drafter early-exit"),
+    ("another's model", made("heads", draft_model="x"), "draft_model goes with the drafter draft-model"),
+    ("layer 0", made("early-exit", exit_layer=0), "exit_layer must be at least 1, got 0"),
+    ("no EAGLE-3 head", made("eagle3"), "an EAGLE-3 head; give eagle3= to make_drafter (--eagle3)"),
+    ("length 0", lambda: DrafterSettings(draft_length=0), "draft_length must be at least 1, got 0"),
+    ("width 0", lambda: DrafterSettings(draft_width=0), "draft_width must be at least 1, got 0"),
 )
-def test_settings_that_do_not_fit_a_drafter_are_refused_by_the_names_that_python_has(name, settings, message):
-    with pytest.raises(ValueError, match=message):
-        model_with_heads().make_drafter(name, **settings)
-
-
-def test_lengths_below_one_are_refused():
-    with pytest.raises(ValueError, match="draft_length must be at least 1, got 0"):
-        DrafterSettings(draft_length=0)
-    with pytest.raises(ValueError, match="draft_width must be at least 1, got 0"):
-        DrafterSettings(draft_width=0)
 
 
 def test_a_draft_model_directory_is_loaded_and_its_tokens_checked(tmp_path):

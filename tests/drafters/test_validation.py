@@ -211,10 +211,7 @@ class WrongVocabulary(LevelDrafter):
     ("options", "message"),
     [
         ({"do_sample": False}, "token ids of the base's vocabulary"),
-        (
-            {"do_sample": True, "acceptance": "token"},
-            r"the proposal that it drew from, of shape \(1, 3, 61\)",
-        ),
+        ({"do_sample": True, "acceptance": "token"}, r"the proposal .* of shape \(1, 3, 61\)"),
     ],
     ids=["ranked", "drawn"],
 )
@@ -241,9 +238,7 @@ class FalseProposal(LevelDrafter):
 
 def test_a_proposal_that_is_no_distribution_is_refused():
     drafter = FalseProposal(CandidateTree.chain(2), "cpu")
-    with pytest.raises(
-        ValueError, match=r"^FalseProposal.draft must return a proposal that is a distribution"
-    ):
+    with pytest.raises(ValueError, match=r"^FalseProposal.draft .* that is a distribution"):
         MedusaModel(tiny_model("llama")).generate(
             random_prompts(1, 9), max_new_tokens=9, drafter=drafter, do_sample=True, acceptance="token"
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import GROUPED, VOCAB_SIZE, left_padded, needs_newest, random_prompts, tiny_model
+from conftest import GROUPED, VOCAB_SIZE, left_padded, needs_kernels, needs_newest, random_prompts, tiny_model
 from transformers import DogeConfig, DogeForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
@@ -20,11 +20,8 @@ from medusa.engine.compiled import CompiledPass, layers_unsupported_reason, libr
 from medusa.engine.engine_state import apply_engine
 from medusa.engine.kernels import kernels_unsupported_reason
 from medusa.engine.programs import Part, Program
-from medusa.engine.views import packed_unsupported_reason
 
-pytestmark = pytest.mark.skipif(
-    packed_unsupported_reason(tiny_model("llama")) is not None, reason="no C++ compiler is installed"
-)
+pytestmark = needs_kernels
 BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 0, 0)])
 HEADS = HeadsConfig(32, VOCAB_SIZE, num_heads=3, fused_layers=(1,), reads_path=True)
 BATCH = left_padded(random_prompts(3, 14), [14, 2, 9])

@@ -9,7 +9,15 @@ import sys
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, GROUPED, VOCAB_SIZE, random_heads, random_prompts, tiny_model
+from conftest import (
+    ARCHITECTURES,
+    GROUPED,
+    VOCAB_SIZE,
+    needs_kernels,
+    random_heads,
+    random_prompts,
+    tiny_model,
+)
 from safetensors.torch import load_file
 from stateful_models import DECODABLE, stateful_model
 from test_causal_lm import OTHERS
@@ -24,14 +32,11 @@ from medusa.base.causal_lm import embedding_rows, lm_head
 from medusa.base.loading import find_base, load_base
 from medusa.drafters.registry import DrafterFactory, DrafterSettings
 from medusa.engine import kernels, loading
-from medusa.engine.kernels import kernels_unsupported_reason
 from medusa.engine.loading import FileSizes, load_for_engine
 from medusa.engine.views import packed_as, view_of
 from medusa.heads.fingerprint import BaseFingerprint
 
-pytestmark = pytest.mark.skipif(
-    kernels_unsupported_reason() is not None, reason="no C++ compiler is installed"
-)
+pytestmark = needs_kernels
 WEIGHTS, BINARY = "model.safetensors", "pytorch_model.bin"
 GREEDY = {"do_sample": False, "max_new_tokens": 20}
 MODELS = {
@@ -112,9 +117,7 @@ def test_a_base_that_is_held_once_says_so_where_its_weights_are_asked_for(tmp_pa
     model = MedusaModel.from_pretrained(directory)
     assert model.base is model.runner and model.runtime.engine == "packed"
     for engine in ("eager", "int8"):
-        with pytest.raises(
-            ValueError, match=rf"engine='{engine}' needs the weights .* loaded for engine='pac"
-        ):
+        with pytest.raises(ValueError, match=f"engine='{engine}' needs the weights .* engine='pac"):
             MedusaModel(model.base, engine=engine)
     assert model.base.model.layers[0].mlp.down_proj.weight.isnan().all(), "nobody computes with it"
     hook = model.base.model.layers[0].register_forward_hook(lambda *given: None)
@@ -234,9 +237,9 @@ def test_pages_of_a_file_from_the_hub_are_given_back_too(tmp_path):
 
 PEAK = """
 import json, sys
-from medusa.engine.kernels import lanes
+from medusa.engine.kernels import lanes, uses_twelve_bits
 from medusa.engine.loading import load_for_engine
-lanes()
+lanes(), uses_twelve_bits()  # which a first start compiles and measures
 def kilobytes(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
 before = kilobytes("VmRSS")
@@ -245,27 +248,26 @@ print(json.dumps({"peak": 1024 * (kilobytes("VmHWM") - before)}))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("engine, factor", [("packed", 1.1), ("int8", 0.6)])
-def test_a_base_is_held_once_while_it_is_loaded_too(tmp_path, engine, factor):
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=1024,
-        intermediate_size=4096,
-        num_hidden_layers=8,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-    )
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A base of 76 million weights, its directory, and the bytes that they take there."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 5}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
     with torch.device("meta"):
-        base = LlamaForCausalLM(config).bfloat16()
+        base = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, **sizes, **heads)).bfloat16()
     base.to_empty(device="cpu").requires_grad_(False)
     for parameter in base.parameters():
         parameter.fill_(0.01)
-    base.save_pretrained(tmp_path)
-    size = sum(parameter.nbytes for parameter in base.parameters())
-    del base
-    ran = subprocess.run(
-        [sys.executable, "-c", PEAK, str(tmp_path), engine], check=True, capture_output=True, text=True
-    )
+    directory = tmp_path_factory.mktemp("large")
+    base.save_pretrained(directory)
+    return directory, sum(parameter.nbytes for parameter in base.parameters())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("engine, factor", [("packed", 1.1), ("int8", 0.6)])
+def test_a_base_is_held_once_while_it_is_loaded_too(large, engine, factor):
+    directory, size = large
+    command = [sys.executable, "-c", PEAK, str(directory), engine]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True)
     peak = json.loads(ran.stdout.splitlines()[-1])["peak"]
     assert peak < factor * size + 40e6, f"{peak / size:.2f} of the file"

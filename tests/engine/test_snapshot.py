@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from types import MethodType
 
 import pytest
 import torch
-from conftest import BUSHY, random_prompts, tiny_model
+from conftest import BUSHY, needs_kernels, random_prompts, tiny_model
+from refusals import assert_refused
 from torch import nn
 from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -15,11 +17,8 @@ from medusa import HeadsConfig, MedusaHeads, MedusaModel
 from medusa.decoding.batch import Row
 from medusa.engine.optimized_heads import optimized_heads
 from medusa.engine.snapshot import Snapshot, alteration_of
-from medusa.engine.views import packed_unsupported_reason
 
-pytestmark = pytest.mark.skipif(
-    packed_unsupported_reason(tiny_model("llama")) is not None, reason="no C++ compiler is installed"
-)
+pytestmark = needs_kernels
 PROMPT = random_prompts(1, 9)
 OPTIONS = {"max_new_tokens": 12, "do_sample": False}
 
@@ -100,17 +99,6 @@ def test_hooks_of_all_modules_count():
         handle.remove()
 
 
-def test_an_engine_that_was_named_refuses_what_it_would_not_run():
-    base = fresh_base()
-    model = MedusaModel(base, engine="packed")
-    ALTERATIONS["a hook on a linear layer"](base)
-    match = r"a forward hook on model\.layers\.0\.mlp\.down_proj.*engine='eager'"
-    with pytest.raises(ValueError, match=match):
-        model.generate(PROMPT, **OPTIONS)
-    with pytest.raises(ValueError, match=match):
-        MedusaModel(base, engine="packed")
-
-
 def test_hooks_that_only_look_on_for_transformers_or_medusa_change_nothing():
     base = fresh_base()
     base(PROMPT, output_hidden_states=True)  # leaves hooks of transformers' own
@@ -157,24 +145,76 @@ def test_writes_that_torch_does_not_count_are_refused_until_they_are_refreshed(w
     assert model.generate(PROMPT, **OPTIONS).tolist() == said_by(base)
 
 
-def test_an_adapter_that_is_switched_off_after_loading_is_noticed():
-    peft = pytest.importorskip("peft")
-    base = fresh_base()
-    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    adapted = peft.get_peft_model(base, config).eval()
-    model = MedusaModel(base, engine="packed")
-    refused = pytest.raises(ValueError, match=r"an adapter was switched.*refresh\(\)")
-    with adapted.disable_adapter(), refused:
-        model.generate(PROMPT, **OPTIONS)
-    assert model.generate(PROMPT, **OPTIONS).tolist() == said_by(base)
-
-
 WRITES = {
     "counted": lambda base: base.model.layers[0].mlp.up_proj.weight.mul_(-3),
     "through .data": UNSEEN_WRITES["through .data"],
     "a module replaced": replace_shared,
     "a weight replaced": lambda base: setattr(base.lm_head, "weight", nn.Parameter(-base.lm_head.weight)),
 }
+
+
+def adapted(base):
+    """``base`` under an adapter, and a context in which that is off."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return peft.get_peft_model(base, config).eval().disable_adapter()
+
+
+def training(base):
+    base.train()
+    return nullcontext()
+
+
+def hooked(base):
+    ALTERATIONS["a hook on a linear layer"](base)
+    return nullcontext()
+
+
+def autocast(base):
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+MIDWAY = {  # the engine, what is prepared, what comes in the middle; what new calls are told, and old ones
+    "a hook": (
+        "packed",
+        None,
+        hooked,
+        "a forward hook on model.layers.0.mlp.down_proj",
+        "have changed since",
+    ),
+    "training": ("eager", None, training, "training mode ... eval()", "set to training mode"),
+    "an adapter off": (
+        "packed",
+        adapted,
+        None,
+        "an adapter was switched ... refresh()",
+        "an adapter switched",
+    ),
+    "autocast": ("eager", None, autocast, None, "autocast was switched"),
+    "autocast, packed": ("packed", None, autocast, "torch.autocast", "autocast was switched"),
+}
+
+
+@pytest.mark.parametrize(("engine", "prepare", "change", "new", "old"), MIDWAY.values(), ids=MIDWAY)
+def test_what_an_engine_would_not_run_is_refused_before_and_in_the_middle(engine, prepare, change, new, old):
+    base = fresh_base()
+    prepared = prepare(base) if prepare else None
+    model = MedusaModel(base, engine=engine)
+    stream, batch, row = model.stream(PROMPT, **OPTIONS), model.continuous_batch(), row_of(model)
+    batch.add(row_of(model))
+    next(stream)
+    with prepared or change(base):
+        assert_refused(lambda: batch.add(row), ValueError, old)
+        if change is not hooked:  # what is under way runs the modules that it was begun with
+            assert_refused(lambda: next(stream), ValueError, old)
+            assert_refused(batch.step, ValueError, old)
+        if new:
+            assert_refused(lambda: model.generate(PROMPT, **OPTIONS), ValueError, new)
+            assert_refused(model.continuous_batch, ValueError, new)
+    if prepared:
+        assert model.generate(PROMPT, **OPTIONS).tolist() == said_by(base)
+    elif change is hooked:
+        assert_refused(lambda: MedusaModel(base, engine=engine), ValueError, new)
 
 
 @pytest.mark.parametrize("engine", ["eager", "packed"])
@@ -188,57 +228,12 @@ def test_neither_a_stream_nor_a_batch_goes_on_across_a_change_of_weights(engine,
     batch.add(row_of(model))
     batch.step()
     WRITES[write](base)
-    with pytest.raises(ValueError, match="have changed since this answer or batch was begun"):
-        list(stream)
+    assert_refused(lambda: list(stream), ValueError, "have changed since this answer or batch was begun")
     for _ in range(2):  # refreshing the model does not make the batch's keys and values new
-        with pytest.raises(ValueError, match=r"answer or batch was begun.*continuous_batch\(\)"):
-            batch.step()
-        with pytest.raises(ValueError, match=r"answer or batch was begun.*continuous_batch\(\)"):
-            batch.add(row_of(model))
+        for go_on in (batch.step, lambda: batch.add(row_of(model))):
+            assert_refused(go_on, ValueError, "answer or batch was begun ... continuous_batch()")
         model.refresh()
     assert model.generate(PROMPT, **OPTIONS).tolist() == said_by(base)
-
-
-def test_a_batch_takes_no_request_after_a_hook_that_its_modules_would_not_run():
-    base = fresh_base()
-    model = MedusaModel(base, engine="packed")
-    batch = model.continuous_batch()
-    row = row_of(model)
-    ALTERATIONS["a hook on a linear layer"](base)
-    with pytest.raises(ValueError, match="have changed since this answer or batch was begun"):
-        batch.add(row)
-
-
-def test_a_base_in_training_mode_is_refused():
-    base = fresh_base()
-    model = MedusaModel(base, engine="eager")
-    base.train()
-    with pytest.raises(ValueError, match=r"training mode.*eval\(\)"):
-        model.generate(PROMPT, **OPTIONS)
-    with pytest.raises(ValueError, match=r"training mode.*eval\(\)"):
-        model.continuous_batch()
-
-
-def test_neither_a_stream_nor_a_batch_goes_on_in_training_mode():
-    base = fresh_base()
-    model = MedusaModel(base, heads(), BUSHY)
-    stream, batch = model.stream(PROMPT, **OPTIONS), model.continuous_batch()
-    next(stream)
-    base.train()
-    with pytest.raises(ValueError, match="set to training mode"):
-        list(stream)
-    with pytest.raises(ValueError, match="training mode"):
-        batch.add(row_of(model))
-
-
-def test_a_stream_does_not_go_on_while_its_adapter_is_off():
-    peft = pytest.importorskip("peft")
-    base = fresh_base()
-    adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    stream = MedusaModel(base.eval(), heads(), BUSHY).stream(PROMPT, **OPTIONS)
-    next(stream)
-    with adapted.disable_adapter(), pytest.raises(ValueError, match="an adapter switched"):
-        next(stream)
 
 
 def test_weights_that_are_lent_for_each_pass_are_no_change(tmp_path):
@@ -288,19 +283,6 @@ def test_calls_that_meet_a_refresh_in_another_thread_find_a_whole_model(monkeypa
     monkeypatch.setattr("medusa.engine.engine_state.optimized_heads", slow)
     model.refresh()
     assert met == [reference]
-
-
-@pytest.mark.parametrize("engine", ["eager", "packed"])
-def test_autocast_that_is_switched_in_the_middle_is_told(engine):
-    model = MedusaModel(fresh_base(), engine=engine)
-    stream, batch = model.stream(PROMPT, **OPTIONS), model.continuous_batch()
-    batch.add(row_of(model))
-    next(stream)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        with pytest.raises(ValueError, match="autocast was switched"):
-            next(stream)
-        with pytest.raises(ValueError, match="autocast was switched"):
-            batch.step()
 
 
 @pytest.mark.parametrize("engine", ["eager", "packed"])

@@ -6,13 +6,17 @@ import copy
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import peft
 import pytest
 import torch
 from conftest import VOCAB_SIZE, random_prompts, tiny_model
-from safetensors.torch import load_file, save_file
+from damage import changed, config_says, cut, removed, says
+from refusals import assert_refused, refusals
+from reported import ran
+from safetensors.torch import load_file
 from tiny_chat import chat_base, chat_heads, save_chat_model, wide_tree
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -164,15 +168,6 @@ def test_joint_heads_are_pushed_with_their_adapter_and_not_for_a_plain_base(save
     assert MedusaModel.from_pretrained(saved[0], folder).base.peft_config
 
 
-def test_a_loaded_base_without_the_adapter_is_refused_and_left_alone(saved):
-    base = chat_base()
-    with pytest.raises(
-        ValueError, match=r"trained together with a LoRA adapter, .* has none; pass the base's"
-    ):
-        MedusaModel.from_pretrained(base, saved[1])
-    assert not hasattr(base, "peft_config")
-
-
 def test_a_loaded_base_that_carries_the_adapter_is_taken(saved):
     base = chat_base()
     apply_adapter(base, load_heads(saved[1]).adapter)
@@ -205,8 +200,7 @@ def test_an_adapter_in_place_of_a_base_is_refused_with_what_to_do(lora, hub, loa
 def test_no_command_takes_an_adapter_for_a_base(lora, capsys):
     inspect = ["train", "--data", "x.jsonl", "--output_dir", "out", "--inspect", "--base", str(lora)]
     for command in (["info", str(lora)], ["generate", "Hi", "--base", str(lora)], inspect):
-        assert main(command) == 1
-        assert "a PEFT adapter for one; write both into a directory" in capsys.readouterr().err
+        assert "a PEFT adapter for one; write both into a directory" in ran(capsys, command, 1).err
 
 
 def test_an_adapter_that_is_merged_as_the_error_says_is_a_base(lora, tmp_path):
@@ -217,123 +211,121 @@ def test_an_adapter_that_is_merged_as_the_error_says_is_a_base(lora, tmp_path):
         torch.testing.assert_close(each, expected)
 
 
-def test_a_loaded_base_with_another_adapter_is_refused(saved):
+def with_another():
     base = chat_base()
     apply_adapter(base, new_adapter(seed=6))
-    with pytest.raises(ValueError, match=r"carries another \(default\), or has it switched off"):
-        MedusaModel.from_pretrained(base, saved[1])
-    with pytest.raises(ValueError, match=r"carries an adapter already \(default\); give one without"):
-        apply_adapter(base, new_adapter())
+    return base
 
 
-def test_a_loaded_base_whose_adapter_is_switched_off_is_refused(saved):
+def switched_off(saved):
     wrapped = peft.PeftModel.from_pretrained(chat_base(), saved[1] / "adapter")
     wrapped.base_model.disable_adapter_layers()
-    with pytest.raises(ValueError, match="or has it switched off; pass the base's path"):
-        MedusaModel.from_pretrained(wrapped.get_base_model(), saved[1])
+    return wrapped.get_base_model()
 
 
-def test_a_base_of_other_layers_is_refused_and_left_alone(saved):
-    config = chat_base().config.to_dict()
-    for change, message in (
-        (
-            {"num_hidden_layers": 1},
-            r"changes layer 'model.layers.1.*' of .* has no such layer; load the base",
-        ),
-        ({"intermediate_size": 80}, r"changes layer '.*' of 64 inputs x 32 outputs.* has 80 x 32"),
-    ):
-        other = LlamaForCausalLM(LlamaConfig(**{**config, **change}))
-        with pytest.raises(ValueError, match=message):
-            apply_adapter(other, load_heads(saved[1]).adapter)
-        assert not hasattr(other, "peft_config")
+def applied(saved, base=None, **sizes):
+    """The saved adapter on another base, or on one of other sizes."""
+    config = LlamaConfig(**{**chat_base().config.to_dict(), **sizes})
+    apply_adapter(base or LlamaForCausalLM(config), load_heads(saved[1]).adapter)
 
 
-def test_another_base_of_the_same_sizes_is_refused_and_a_cast_one_is_not(saved):
-    adapter = load_heads(saved[1]).adapter
-    other = chat_base(seed=1)
-    with pytest.raises(ValueError, match=r"was trained on another model than .*: its LM head"):
-        apply_adapter(other, adapter)
-    assert not hasattr(other, "peft_config")
-    with pytest.raises(ValueError, match="the adapter was trained on another model than"):
-        MedusaModel.from_pretrained(other, saved[1])
-    for dtype in (torch.bfloat16, torch.float16):
-        apply_adapter(chat_base().to(dtype), adapter)
+def configured(**changes):
+    """An adapter whose configuration is not that of its tensors."""
+    adapter = new_adapter()
+    return partial(apply_adapter, chat_base(), Adapter({**adapter.config, **changes}, adapter.weights))
 
 
-def test_without_peft_the_error_says_what_to_install(saved, monkeypatch):
+def flattened():
+    adapter = new_adapter()
+    name = min(adapter.weights)
+    weights = {**adapter.weights, name: adapter.weights[name].flatten()}
+    apply_adapter(chat_base(), Adapter(adapter.config, weights))
+
+
+def without_peft(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ImportError, match=r"needs peft, which is not installed: pip install peft"):
-        MedusaModel.from_pretrained(*saved)
     assert load_heads(saved[1]).adapter is not None  # looking is possible without
+    load(*saved)
 
 
-def says(file: str, **keys):
-    """Changes keys of a JSON file; None takes one out."""
-
-    def change(directory: Path) -> None:
-        config = json.loads((directory / file).read_text()) | keys
-        kept = {key: value for key, value in config.items() if value is not None}
-        (directory / file).write_text(json.dumps(kept))
-
-    return change
-
-
-def cut_short(directory: Path) -> None:
-    path = directory / "adapter/adapter_model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def not_finite(directory: Path) -> None:
-    path = directory / "adapter/adapter_model.safetensors"
-    weights = load_file(path)
-    min(weights.items())[1][0, 0] = torch.nan
-    save_file(weights, path)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (says("config.json", adapter=None), "holds an adapter that config.json does not speak of"),
-        (
-            says("config.json", adapter={"type": "ia3"}),
-            r"says adapter={'type': 'ia3'}, this version .* 'lora'",
-        ),
-        (says("adapter/adapter_config.json", peft_type="IA3"), r"must say peft_type='LORA', got 'IA3'"),
-        *(
-            (lambda directory, name=name: (directory / "adapter" / name).unlink(), f"{name} does not exist")
-            for name in ("adapter_config.json", "adapter_model.safetensors")
-        ),
-        (cut_short, "adapter_model.safetensors is damaged or cut short"),
-        (not_finite, "adapter_model.safetensors: tensor '.*' must hold finite"),
-    ],
-)
-def test_files_of_an_adapter_that_do_not_belong_together_are_refused(copied, spoil, message):
-    spoil(copied)
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+def spoilt(change):
+    def read(copied):
+        change(copied)
         load_heads(copied)
 
+    return read
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"r": 10**12},
-            "must ask for ranks from 1 to 4, the largest that its tensors hold, got 1000000000000",
-        ),
-        ({"r": "4"}, "must ask for ranks from 1 to 4, the largest that its tensors hold, got '4'"),
-        ({"target_modules": ["q_proj"]}, "the adapter's tensors do not fit its configuration"),
-        ({"r": 3}, "the adapter's tensors do not fit its configuration"),
-        ({"rank_pattern": {"q_proj": 10**12}}, "must ask for ranks from 1 to 4, .* got 1000000000000"),
-        ({"rank_pattern": 7}, "must ask for ranks from 1 to 4, .* got 7"),
-        ({"lora_dropout": "x"}, "peft cannot apply the adapter's configuration: "),
-        ({"megatron_config": {"a": 1}}, "peft cannot apply the adapter's configuration: "),
-    ],
-    ids=str,
+
+WEIGHTS, CONFIG = "adapter/adapter_model.safetensors", "adapter/adapter_config.json"
+NAN = {min(new_adapter().weights): torch.full((4, 32), torch.nan)}
+load, RANKS = MedusaModel.from_pretrained, "ranks from 1 to 4, ... got"
+test_an_adapter_and_a_base_that_do_not_belong_together_are_refused = refusals(
+    ("none", lambda saved: load(chat_base(), saved[1]), "trained together with a LoRA adapter, ... has none"),
+    (
+        "another",
+        lambda saved: load(with_another(), saved[1]),
+        "carries another (default), or has it switched off",
+    ),
+    (
+        "a second",
+        lambda: apply_adapter(with_another(), new_adapter()),
+        "carries an adapter already (default)",
+    ),
+    (
+        "off",
+        lambda saved: load(switched_off(saved), saved[1]),
+        "or has it switched off; pass the base's path",
+    ),
+    (
+        "another base",
+        lambda saved: applied(saved, chat_base(seed=1)),
+        "on another model than ... its LM head",
+    ),
+    (
+        "and its heads",
+        lambda saved: load(chat_base(seed=1), saved[1]),
+        "adapter was trained on another model",
+    ),
+    (
+        "a layer less",
+        lambda saved: applied(saved, num_hidden_layers=1),
+        "'model.layers.1 ... has no such layer",
+    ),
+    ("wider", lambda saved: applied(saved, intermediate_size=80), "64 inputs x 32 outputs ... has 80 x 32"),
+    ("no peft", without_peft, ImportError, "needs peft, which is not installed: pip install peft"),
+    ("no matrix", flattened, "the adapter's tensor ' ... must be a matrix"),
+    ("a huge rank", configured(r=10**12), f"{RANKS} 1000000000000"),
+    ("a rank as text", configured(r="4"), f"{RANKS} '4'"),
+    ("huge in a pattern", configured(rank_pattern={"q_proj": 10**12}), f"{RANKS} 1000000000000"),
+    ("no pattern", configured(rank_pattern=7), f"{RANKS} 7"),
+    ("other layers", configured(target_modules=["q_proj"]), "tensors do not fit its configuration"),
+    ("another rank", configured(r=3), "tensors do not fit its configuration"),
+    ("dropout as text", configured(lora_dropout="x"), "peft cannot apply the adapter's configuration: "),
+    (
+        "another library",
+        configured(megatron_config={"a": 1}),
+        "peft cannot apply the adapter's configuration: ",
+    ),
+    ("unsaid", spoilt(config_says("adapter")), "an adapter that config.json does not speak of"),
+    (
+        "no LoRA",
+        spoilt(config_says(adapter={"type": "ia3"})),
+        "adapter={'type': 'ia3'}, this version ... 'lora'",
+    ),
+    ("another type", spoilt(says(CONFIG, peft_type="IA3")), "peft_type='LORA', got 'IA3'"),
+    ("no config", spoilt(removed(CONFIG)), FileNotFoundError, "adapter_config.json does not exist"),
+    ("no weights", spoilt(removed(WEIGHTS)), FileNotFoundError, "adapter_model.safetensors does not exist"),
+    ("cut short", spoilt(cut(WEIGHTS, -100)), "adapter_model.safetensors is damaged or cut short"),
+    ("no number", spoilt(changed(WEIGHTS, NAN)), "adapter_model.safetensors: tensor ' ... must hold finite"),
 )
-def test_a_configuration_that_does_not_belong_to_the_tensors_is_refused(change, message):
-    adapter = new_adapter()
-    with pytest.raises(ValueError, match=message):
-        apply_adapter(chat_base(), Adapter({**adapter.config, **change}, adapter.weights))
+
+
+def test_a_base_that_is_refused_is_left_alone_and_a_cast_one_is_taken(saved):
+    adapter, other = load_heads(saved[1]).adapter, chat_base(seed=1)
+    assert_refused(lambda: apply_adapter(other, adapter), ValueError, "another model")
+    assert not hasattr(other, "peft_config")
+    for dtype in (torch.bfloat16, torch.float16):
+        apply_adapter(chat_base().to(dtype), adapter)
 
 
 def test_a_tensor_of_the_adapter_that_is_no_matrix_is_refused():
@@ -354,17 +346,14 @@ def test_info_shows_the_adapter(saved, capsys, tmp_path):
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "LoRA of rank 4" in shown
     save_heads(HeadsCheckpoint(chat_heads(), "base"), tmp_path / "heads")
-    assert main(["info", str(tmp_path / "heads")]) == 0
-    assert "none: the text is the base model's own" in capsys.readouterr().out
+    assert "none: the text is the base model's own" in ran(capsys, ["info", str(tmp_path / "heads")]).out
 
 
 def test_plain_decoding_on_the_command_line_is_the_adapted_model_s(saved, capsys):
     flags = ["--base", str(saved[0]), "--heads", str(saved[1]), "--max-new-tokens", "16", "Hello"]
-    assert main(["generate", *flags]) == 0
-    printed = capsys.readouterr()
+    printed = ran(capsys, ["generate", *flags])
     assert "the text is the adapted model's" in printed.err
-    assert main(["generate", *flags, "--plain"]) == 0
-    assert capsys.readouterr().out == printed.out
+    assert ran(capsys, ["generate", *flags, "--plain"]).out == printed.out
 
 
 def test_the_benchmark_compares_with_the_adapted_model(saved, capsys):

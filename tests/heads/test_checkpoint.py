@@ -10,36 +10,37 @@ from pathlib import Path
 
 import pytest
 import torch
+from damage import changed, config_says, cut, removed, says, written
+from refusals import assert_refused
+from reported import ran
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import medusa.heads.checkpoint
 import medusa.hub
 from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, load_heads, save_heads, save_tree
 from medusa.assets import shipped_heads
-from medusa.cli.main import main
 from medusa.files import check_writable_target, write_json
-from medusa.heads.causal_layer import LayerConfig
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 
-KINDS = ["shared", "full", "token_map"]
-MAP = [20, 3, 7, 0, 11]
-DROPPED = object()
-"""In place of a value: the key is taken out."""
+MAP = torch.tensor([20, 3, 7, 0, 11])
 TREE = CandidateTree.from_paths([(0,), (1,), (0, 2)])
 
 
-def checkpoint_of(unembedding: str = "shared", seed: int = 0) -> HeadsCheckpoint:
-    token_map = MAP if unembedding == "token_map" else None
-    config = HeadsConfig(
-        hidden_size=8,
-        vocab_size=21,
-        num_heads=3,
-        num_layers=2,
-        unembedding=unembedding,
-        token_map_size=len(MAP) if token_map else None,
-    )
+KINDS = ["shared", "full", "token_map", "eagle3"]
+
+
+def heads_of(kind: str):
+    if kind == "eagle3":
+        return Eagle3Head(Eagle3Config(8, 4, 2, 4, 12, vocab_size=21, fused_layers=(1, 2), max_depth=3))
+    token_map = MAP if kind == "token_map" else None
+    sizes = {"num_heads": 3, "num_layers": 2, "token_map_size": len(MAP) if kind == "token_map" else None}
+    return MedusaHeads(HeadsConfig(8, 21, unembedding=kind, **sizes), token_map)
+
+
+def checkpoint_of(kind: str = "shared", seed: int = 0) -> HeadsCheckpoint:
     torch.manual_seed(seed)
-    heads = MedusaHeads(config, token_map)
+    heads = heads_of(kind)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter)
     return HeadsCheckpoint(heads, "some/base", TREE, {"command": "train it", "loss": 1.5})
@@ -59,50 +60,31 @@ def saved(tmp_path: Path) -> Path:
     return save_heads(checkpoint_of(), tmp_path / "heads")
 
 
-def edit_config(directory: Path, **changes) -> None:
-    raw = json.loads((directory / "config.json").read_text()) | changes
-    kept = {key: value for key, value in raw.items() if value is not DROPPED}
-    (directory / "config.json").write_text(json.dumps(kept))
-
-
-def edit_weights(directory: Path, edit) -> None:
-    weights = load_file(directory / "model.safetensors")
-    edit(weights)
-    save_file(weights, directory / "model.safetensors")
-
-
-SIZES = LayerConfig(8, 4, 2, 4, 12)
-OTHER_KINDS = {
-    "eagle3": lambda: Eagle3Head(Eagle3Config(**vars(SIZES), vocab_size=21, fused_layers=(1,), max_depth=3)),
-}
-
-
-@pytest.mark.parametrize("kind", [*KINDS, *OTHER_KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_saved_is_what_is_loaded(kind, tmp_path):
-    checkpoint = checkpoint_of(kind if kind in KINDS else "shared")
-    if kind in OTHER_KINDS:
-        checkpoint.heads = OTHER_KINDS[kind]()
+    checkpoint = checkpoint_of(kind)
     path = save_heads(checkpoint, tmp_path / "deep" / "heads")
     assert path == tmp_path / "deep" / "heads"
     loaded = load_heads(path)
     assert loaded.heads.config == checkpoint.heads.config
-    assert loaded.base_model == "some/base"
-    assert loaded.tree == TREE
+    assert (loaded.base_model, loaded.tree) == ("some/base", TREE)
     assert loaded.provenance == {"command": "train it", "loss": 1.5}
     before, after = checkpoint.heads.state_dict(), loaded.heads.state_dict()
     assert list(before) == list(after)
     for name, tensor in before.items():
         assert after[name].dtype == tensor.dtype
         assert torch.equal(after[name], tensor), name
+    (path / "provenance.json").unlink()
+    (path / "tree.json").unlink()
+    without = load_heads(path)
+    assert without.tree is None and without.provenance == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_heads_written_in_half_precision_are_loaded_in_float32(dtype, tmp_path):
     checkpoint = checkpoint_of("token_map")
-    whole, half = (
-        save_heads(checkpoint, tmp_path / "whole"),
-        save_heads(checkpoint, tmp_path / "half", dtype=dtype),
-    )
+    whole = save_heads(checkpoint, tmp_path / "whole")
+    half = save_heads(checkpoint, tmp_path / "half", dtype=dtype)
     sizes = [(path / "model.safetensors").stat().st_size for path in (whole, half)]
     assert sizes[1] < 0.8 * sizes[0]
     loaded = load_heads(half).heads.state_dict()
@@ -129,14 +111,6 @@ def test_the_directory_holds_four_files_that_others_may_read(saved):
     assert sorted(path.name for path in saved.parent.iterdir()) == ["heads"]
 
 
-def test_tree_and_provenance_may_be_absent(tmp_path):
-    checkpoint = HeadsCheckpoint(checkpoint_of().heads, "some/base")
-    saved = save_heads(checkpoint, tmp_path / "heads")
-    (saved / "provenance.json").unlink()
-    loaded = load_heads(saved)
-    assert loaded.tree is None and loaded.provenance == {}
-
-
 def test_a_tree_is_written_into_an_existing_directory_with_its_origin(saved):
     chain = CandidateTree.chain(2)
     path = save_tree(saved, chain, measured_on="some text", num_positions=7)
@@ -144,60 +118,102 @@ def test_a_tree_is_written_into_an_existing_directory_with_its_origin(saved):
     assert load_heads(str(saved)).tree == chain
 
 
-@pytest.mark.parametrize(
-    ("missing", "extra"),
-    [("blocks.1.0.linear.bias", None), (None, "lm_head.weight"), (None, "blocks.extra")],
-)
-def test_a_tensor_that_is_missing_or_left_over_is_named(saved, missing, extra):
-    weights = load_file(saved / "model.safetensors")
-    kept = {name: each for name, each in weights.items() if name != missing}
-    save_file(kept | ({extra: torch.zeros(2)} if extra else {}), saved / "model.safetensors")
-    said = f"lacks {missing}, of 'shared' heads" if missing else f"no part of 'shared' heads: {extra};"
-    with pytest.raises(ValueError, match=re.escape(said)):
-        load_heads(saved)
+WEIGHTS, TREES, BIAS = "model.safetensors", "tree.json", "blocks.0.0.linear.bias"
 
 
-def test_a_tensor_of_another_shape_is_named_with_both_shapes(saved):
-    edit_weights(saved, lambda weights: weights.update({"blocks.0.1.linear.bias": torch.zeros(9)}))
-    message = r"tensor 'blocks.0.1.linear.bias' must have shape \(8,\), got \(9,\)"
-    with pytest.raises(ValueError, match=message):
-        load_heads(saved)
+def bias(value: Tensor | None):
+    return changed(WEIGHTS, {BIAS: value})
 
 
-@pytest.mark.parametrize("kept", [0, 5, 40, -1])
-def test_weights_cut_short_are_refused(saved, kept):
-    path = saved / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=r"model.safetensors is damaged or cut short .*train it again"):
-        load_heads(saved)
+MISFITS = [
+    ("shared", bias(None), f"lacks {BIAS}, of 'shared' heads"),
+    ("shared", changed(WEIGHTS, {"lm_head.weight": torch.zeros(2)}), "no part of 'shared' heads: lm_head"),
+    ("shared", changed(WEIGHTS, {"blocks.extra": MAP.float()}), "no part of 'shared' heads: blocks.extra"),
+    ("shared", bias(torch.zeros(9)), f"'{BIAS}' must have shape (8,), got (9,)"),
+    ("shared", bias(torch.full((8,), 1e300, dtype=torch.float64)), f"'{BIAS}' must hold finite"),
+    ("shared", bias(torch.zeros(8, dtype=torch.int64)), f"'{BIAS}' must hold floats, got torch.int64"),
+    ("token_map", changed(WEIGHTS, {"token_map": MAP + 1}), "token_map ids ... [0, 21), got 1 to 21"),
+    ("token_map", changed(WEIGHTS, {"token_map": MAP.float()}), "ids, which are ints, got torch.float32"),
+    # the number of heads is that of the blocks in the file, not the largest of their numbers
+    ("shared", changed(WEIGHTS, {f"blocks.{'9' * 5000}.0.x": torch.zeros(1)}), "num_heads=3, ... holds 4"),
+    ("shared", config_says(hidden_size=10**30), "config.json: hidden_size ... from 1 to 16777216, got"),
+    ("full", config_says(vocab_size=2**24), "'unembed.0' must have shape (16777216, 8), got (21, 8)"),
+    ("shared", config_says(hidden_size=2**24), "must have shape (16777216, ... got (8,"),
+    ("shared", config_says(num_heads=10**9), "config.json: num_heads ... from 1 to 256, got 10"),
+    ("shared", config_says(fused_layers=[*range(1, 5000)]), "fused_layers ... different ints from 1"),
+    ("token_map", config_says(token_map_size=10**12), "token_map_size ... from 1 to 21, got 10000"),
+    ("token_map", config_says(token_map_size=[1.5]), "token_map_size ... from 1 to 21, got [1.5]"),
+    ("shared", config_says(reads_path="no"), "config.json: reads_path ... true or false, got 'no'"),
+    ("shared", config_says(unembedding="low_rank"), "unembedding must be one of ... got 'low_rank'"),
+    ("shared", config_says(unembedding=["full"]), "unembedding must be one of ... got ['full']"),
+    ("shared", config_says(kind=["medusa"]), "kind=['medusa'] ... reads 'medusa' or"),
+    ("shared", config_says(base_model=7), "config.json: base_model must be text, got 7"),
+    ("shared", config_says(num_heads=4), f"num_heads=4, {WEIGHTS} holds 3"),
+    ("shared", config_says(num_heads=2), f"num_heads=2, {WEIGHTS} holds 3"),
+    ("shared", config_says(num_layers=1), f"num_layers=1, {WEIGHTS} holds 2"),
+    ("shared", config_says(unembedding="full"), "lacks unembed.0, ... of 'full' heads"),
+    ("shared", config_says(num_head=3), "unknown key 'num_head'; did you mean 'num_heads'?"),
+    ("shared", config_says(zzz=3), "unknown key 'zzz'; known are ['fused_layers', 'hidden_size'"),
+    ("shared", config_says(context={"hidden_size": 32}), "a causal layer ... train the heads again"),
+    ("shared", config_says(drop="hidden_size"), "config.json must say hidden_size"),
+    ("shared", config_says(drop="format_version"), "format_version=None ... reads 2"),
+    *(
+        ("shared", config_says(base_fingerprint=said), "base_fingerprint ... a sample, null or a list")
+        for said in (7, [], {"sample": []}, {"sample": ["1"]}, {"sample": [math.nan]}, {"sample": [10**400]})
+    ),
+    ("shared", removed("config.json"), "config.json does not exist"),
+    ("shared", removed(WEIGHTS), f"{WEIGHTS} does not exist"),
+    ("shared", cut(WEIGHTS, -1), f"{WEIGHTS} is damaged or cut short"),
+    ("shared", says(TREES, paths=[[0] * depth for depth in range(1, 5)]), "depth 4, the heads are 3"),
+    ("shared", written(TREES, '{"nodes": []}'), "tree.json must hold 'paths', ... got ['nodes']"),
+    *(
+        ("shared", written(name, text), f"{name} ... {words}")
+        for name in ("config.json", TREES, "provenance.json")
+        for text, words in (
+            ('{"paths": ' + "[" * 100_000, "nested too deeply"),
+            ('{"paths": ' + "7" * 5000 + "}", "not valid JSON: Exceeds the limit"),
+            ("\0", "not valid JSON"),
+            ("[1]", "must hold a JSON object"),
+        )
+    ),
+    ("eagle3", config_says(kind="hydra"), "kind='hydra' ... reads 'medusa' or 'eagle3' or 'mtp'"),
+    ("eagle3", config_says(kind="medusa"), "unknown key 'num_attention_heads'"),
+    ("eagle3", config_says(max_dept=3), "unknown key 'max_dept'; did you mean 'max_depth'?"),
+    ("eagle3", config_says(hidden_size=16), "fc.weight' must have shape (16, 32), got (8, 16)"),
+    ("eagle3", config_says(num_attention_heads=5), "num_attention_heads=5, got 2"),
+    ("eagle3", config_says(head_dim=7), "head_dim must be even, got 7"),
+    ("eagle3", config_says(fused_layers=[2, 1]), "fused_layers ... ascending order, at least 1, got [2, 1]"),
+    ("eagle3", config_says(fused_layers=[]), "fused_layers ... at least 1, got"),
+    ("eagle3", config_says(fused_layers=[1, 2, 3]), "fc.weight' must have shape (8, 24), got (8, 16)"),
+    ("eagle3", config_says(rope_parameters={"rope_type": "dynamic"}), "rope_type ... default, linear"),
+    ("eagle3", config_says(rope_parameters={"rope_type": "default"}), "rope_theta ... above 0, got None"),
+    ("eagle3", config_says(rms_norm_eps="1e-5"), "rms_norm_eps ... between 0 and 1"),
+    ("eagle3", config_says(fc_norm=1), "fc_norm must be true or false, got 1"),
+    ("eagle3", config_says(fc_norm=True), "lacks fc_norm.0.weight, fc_norm.1.weight, of"),
+    ("eagle3", config_says(max_depth=10**9), "config.json: max_depth ... from 1 to 256, got 1000000000"),
+    ("eagle3", config_says(intermediate_size=10**12), "intermediate_size ... from 1 to 16777216"),
+    ("eagle3", config_says(intermediate_size=2**24), "must have shape (16777216, 8), got"),
+    ("eagle3", changed(WEIGHTS, {"fc.weight": None}), "lacks fc.weight, of an 'eagle3' head"),
+]
+"""The kind of heads, what becomes of their directory, and what is said of it."""
 
 
-def test_a_token_map_that_leaves_the_vocabulary_is_refused(tmp_path):
-    saved = save_heads(checkpoint_of("token_map"), tmp_path / "heads")
-    edit_weights(saved, lambda weights: weights["token_map"].__setitem__(0, 21))
-    with pytest.raises(ValueError, match=r"token_map ids must be in \[0, 21\), got 0 to 21"):
-        load_heads(saved)
+@pytest.mark.parametrize(("kind", "change", "words"), MISFITS, ids=[words[:60] for *_, words in MISFITS])
+def test_a_directory_that_does_not_fit_is_refused_before_memory_is_asked_for(kind, change, words, tmp_path):
+    saved = save_heads(checkpoint_of(kind), tmp_path / "heads")
+    change(saved)
+    assert_refused(lambda: load_heads(saved), (ValueError, FileNotFoundError), words)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("unembedding", KINDS)
-def test_weights_that_are_not_finite_are_refused_in_every_tensor(unembedding, value, tmp_path):
-    saved = save_heads(checkpoint_of(unembedding), tmp_path / "heads")
-    good = load_file(saved / "model.safetensors")
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_are_not_finite_are_refused_in_every_tensor(kind, tmp_path):
+    saved = save_heads(checkpoint_of(kind), tmp_path / "heads")
+    good = load_file(saved / WEIGHTS)
     for name in set(good) - {"token_map"}:
         bad = good[name].clone()
-        bad.view(-1)[-1] = value
-        save_file({**good, name: bad}, saved / "model.safetensors")
-        message = f"model.safetensors: tensor '{name}' must hold finite numbers, got NaN or infinity"
-        with pytest.raises(ValueError, match=message):
-            load_heads(saved)
-
-
-def test_weights_that_overflow_float32_are_not_finite(saved):
-    name = "blocks.0.0.linear.bias"
-    edit_weights(saved, lambda weights: weights.update({name: torch.full((8,), 1e300, dtype=torch.float64)}))
-    with pytest.raises(ValueError, match=f"tensor '{name}' must hold finite numbers"):
-        load_heads(saved)
+        bad.view(-1)[-1] = math.nan
+        save_file({**good, name: bad}, saved / WEIGHTS)
+        assert_refused(lambda: load_heads(saved), ValueError, f"{WEIGHTS}: tensor '{name}' must hold finite")
 
 
 def test_heads_that_could_not_be_loaded_again_are_not_written(tmp_path):
@@ -208,107 +224,6 @@ def test_heads_that_could_not_be_loaded_again_are_not_written(tmp_path):
         save_heads(checkpoint, tmp_path / "heads", dtype=torch.float16)
     assert list(tmp_path.iterdir()) == []
     save_heads(checkpoint, tmp_path / "heads", dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "rule"),
-    [
-        ("token_map", torch.float32, "token_map must hold token ids, which are ints"),
-        ("blocks.0.0.linear.bias", torch.int64, "tensor 'blocks.0.0.linear.bias' must hold floats"),
-    ],
-)
-def test_a_tensor_of_another_type_is_named_with_its_type(name, dtype, rule, tmp_path):
-    saved = save_heads(checkpoint_of("token_map"), tmp_path / "heads")
-    edit_weights(saved, lambda weights: weights.update({name: weights[name].to(dtype)}))
-    with pytest.raises(ValueError, match=rf"model.safetensors.* {rule}, got {dtype}"):
-        load_heads(saved)
-
-
-@pytest.mark.parametrize(
-    ("unembedding", "changes", "message"),
-    [
-        (
-            "shared",
-            {"hidden_size": 10**30},
-            "config.json: hidden_size must be an int from 1 to 16777216, got",
-        ),
-        ("full", {"vocab_size": 2**24}, r"'unembed.0' must have shape \(16777216, 8\), got \(21, 8\)"),
-        ("shared", {"hidden_size": 2**24}, r"must have shape \(16777216,.*\), got \(8,.*\)"),
-        (
-            "shared",
-            {"num_heads": 10**9},
-            "config.json: num_heads must be an int from 1 to 256, got 10",
-        ),
-        (
-            "shared",
-            {"fused_layers": list(range(1, 5000))},
-            "fused_layers must be different ints from 1",
-        ),
-        ("token_map", {"token_map_size": 10**12}, "token_map_size must be an int from 1 to 21, got 10000"),
-        ("token_map", {"token_map_size": [1.5]}, r"token_map_size must be an int from 1 to 21, got \[1.5\]"),
-        ("shared", {"reads_path": "no"}, "config.json: reads_path must be true or false, got 'no'"),
-        (
-            "shared",
-            {"unembedding": "low_rank"},
-            "unembedding must be one of .*, got 'low_rank'",
-        ),
-        ("shared", {"unembedding": ["full"]}, r"unembedding must be one of .*, got \['full'\]"),
-        ("shared", {"kind": ["medusa"]}, r"says kind=\['medusa'\], this version of medusa reads 'medusa' or"),
-        ("shared", {"base_model": 7}, "config.json: base_model must be text, got 7"),
-        *(
-            (
-                "shared",
-                {name: said},
-                f"says {name}={said}, model.safetensors holds {held}; the two files do not",
-            )
-            for name, said, held in (("num_heads", 4, 3), ("num_heads", 2, 3), ("num_layers", 1, 2))
-        ),
-        ("shared", {"unembedding": "full"}, r"lacks unembed.0, .* of 'full' heads"),
-        ("shared", {"num_head": 3}, r"unknown key 'num_head'; did you mean 'num_heads'\?"),
-        ("shared", {"zzz": 3}, r"unknown key 'zzz'; known are \['fused_layers', 'hidden_size'"),
-        ("shared", {"context": {"hidden_size": 32}}, "a causal layer over the text .* train the heads again"),
-        ("shared", {"hidden_size": DROPPED}, "config.json must say hidden_size"),
-        ("shared", {"format_version": DROPPED}, "format_version=None, this version of medusa reads 2"),
-    ],
-    ids=lambda value: str(value)[:30],
-)
-def test_a_config_that_does_not_fit_is_refused_before_memory_is_asked_for(
-    unembedding, changes, message, tmp_path
-):
-    saved = save_heads(checkpoint_of(unembedding), tmp_path / "heads")
-    edit_config(saved, **changes)
-    with pytest.raises(ValueError, match=message):
-        load_heads(saved)
-
-
-def test_a_block_of_a_huge_number_counts_once(saved):
-    """The number of heads is that of the blocks in the file, not the largest of their numbers."""
-    edit_weights(saved, lambda weights: weights.update({f"blocks.{'9' * 5000}.0.x": torch.zeros(1)}))
-    with pytest.raises(ValueError, match=r"says num_heads=3, model.safetensors holds 4"):
-        load_heads(saved)
-
-
-@pytest.mark.parametrize("name", ["config.json", "tree.json", "provenance.json"])
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"paths": ' + "[" * 100_000, "nested too deeply to be read"),
-        ('{"paths": ' + "7" * 5000 + "}", "is not valid JSON: Exceeds the limit"),
-        ("\0", "is not valid JSON"),
-        ("[1]", "must hold a JSON object"),
-    ],
-    ids=["nested", "long number", "not JSON", "a list"],
-)
-def test_json_that_cannot_be_read_is_named(saved, name, text, message):
-    (saved / name).write_text(text)
-    with pytest.raises(ValueError, match=f"{name} .*{message}"):
-        load_heads(saved)
-
-
-def test_a_tree_deeper_than_the_heads_is_refused(saved):
-    save_tree(saved, CandidateTree.chain(4))
-    with pytest.raises(ValueError, match=r"tree has depth 4, the heads are 3: .*use tree.subtree\(3\)"):
-        load_heads(saved)
 
 
 @pytest.mark.parametrize("unembedding", ["shared", "token_map"])
@@ -334,19 +249,6 @@ def test_a_tree_file_of_too_many_nodes_is_refused_at_once(saved, is_tuned):
         load_heads(saved)
 
 
-def test_a_tree_file_without_paths_is_refused(saved):
-    (saved / "tree.json").write_text('{"nodes": []}')
-    with pytest.raises(ValueError, match=r"tree.json must hold 'paths', .*got \['nodes'\]"):
-        load_heads(saved)
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_an_incomplete_directory_is_refused(saved, name):
-    (saved / name).unlink()
-    with pytest.raises(FileNotFoundError, match=f"{name} does not exist"):
-        load_heads(saved)
-
-
 @pytest.mark.parametrize("source", ["/nowhere/heads", "./nowhere", "a/b/c", "nowhere"])
 def test_a_path_that_is_not_there_is_refused_without_asking_the_hub(source, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -362,8 +264,7 @@ def test_info_says_in_one_line_what_is_wrong(saved, capsys, monkeypatch, tmp_pat
         (str(saved), rf"error: {saved}/config.json has format_version=None, .*\n"),
         ("no such/heads", r"error: no heads directory at 'no such/heads'[:;] .*\n"),
     ):
-        assert main(["info", source]) == 1
-        printed = capsys.readouterr()
+        printed = ran(capsys, ["info", source], 1)
         assert printed.out == "" and re.fullmatch(told, printed.err)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, left_padded, random_prompts, tiny_model
-from safetensors.torch import load_file, save_file
+from conftest import VOCAB_SIZE, assert_exact, left_padded, random_prompts, tiny_model
+from refusals import refusals
 from transformers import LlamaConfig
 
 from medusa import (
@@ -121,51 +120,6 @@ def test_info_describes_the_head(saved):
     assert described["num_parameters"] == sum(each.numel() for each in new_head().parameters())
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"kind": "hydra"}, "says kind='hydra', this version of medusa reads 'medusa' or 'eagle3' or 'mtp'"),
-        ({"max_dept": 3}, r"unknown key 'max_dept'; did you mean 'max_depth'\?"),
-        ({"hidden_size": 64}, r"tensor .fc.weight. must have shape \(64, 128\), got \(32, 64\)"),
-        ({"num_attention_heads": 5}, "num_key_value_heads must divide num_attention_heads=5, got 2"),
-        ({"head_dim": 7}, "head_dim must be even, got 7"),
-        (
-            {"fused_layers": [2, 1]},
-            r"fused_layers must be .* in ascending order, at least 1, got \[2, 1\]",
-        ),
-        ({"fused_layers": []}, "fused_layers must be .*, at least 1, got"),
-        ({"fused_layers": [1, 2, 3]}, r"tensor 'fc.weight' must have shape \(32, 96\), got \(32, 64\)"),
-        (
-            {"rope_parameters": {"rope_type": "dynamic"}},
-            "rope_type must be one of default, linear, llama3, yarn",
-        ),
-        ({"rope_parameters": {"rope_type": "default"}}, "rope_theta must be a number above 0, got None"),
-        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number between 0 and 1"),
-        ({"fc_norm": 1}, "fc_norm must be true or false, got 1"),
-        ({"fc_norm": True}, "lacks fc_norm.0.weight, fc_norm.1.weight, of"),
-        ({"max_depth": 10**9}, "config.json: max_depth must be an int from 1 to 256, got 1000000000"),
-        ({"intermediate_size": 10**12}, "intermediate_size must be an int from 1 to 16777216"),
-        ({"intermediate_size": 2**24}, r"must have shape \(16777216, 32\), got"),
-        ({"kind": "medusa"}, "unknown key 'num_attention_heads'"),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-def test_a_config_that_does_not_belong_is_refused(saved, change, message):
-    raw = json.loads((saved / "config.json").read_text())
-    (saved / "config.json").write_text(json.dumps({**raw, **change}))
-    with pytest.raises(ValueError, match=message):
-        load_heads(saved)
-
-
-def test_missing_and_left_over_tensors_are_named(saved):
-    weights = load_file(saved / "model.safetensors")
-    weights["fcs.weight"] = weights.pop("fc.weight")
-    save_file(weights, saved / "model.safetensors")
-    message = "lacks fc.weight, of an 'eagle3' head"
-    with pytest.raises(ValueError, match=message):
-        load_heads(saved)
-
-
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
 def test_a_model_with_a_loaded_directory_decodes_exactly_with_its_tree(saved, architecture):
     base = tiny_model(architecture)
@@ -177,13 +131,8 @@ def test_a_model_with_a_loaded_directory_decodes_exactly_with_its_tree(saved, ar
     for lengths in ([9], [20, 1, 7]):
         batch = left_padded(random_prompts(len(lengths), max(lengths)), lengths)
         for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 3}):
-            arguments = {**batch, **options, "max_new_tokens": 12}
-            plain = model.generate(**arguments, tree=CandidateTree.chain(0))
-            assert model.generate(**arguments).tolist() == plain.tolist()
-            result = model.generate(**arguments, tree=TREE, return_dict_in_generate=True)
-            assert result.sequences.tolist() == plain.tolist()
-            by_name = model.generate(**arguments, drafter=named, return_dict_in_generate=True)
-            assert by_name.sequences.tolist() == plain.tolist()
+            result = assert_exact(model, batch, {}, {"tree": TREE}, max_new_tokens=12, **options)
+            by_name = assert_exact(model, batch, {"drafter": named}, max_new_tokens=12, **options)
             assert result.statistics.accepted_histogram == by_name.statistics.accepted_histogram
 
 
@@ -196,45 +145,39 @@ def test_by_name_it_drafts_beside_other_heads_in_its_own_tree(saved):
     drafter = DrafterFactory(model, settings).make("eagle3")
     assert isinstance(drafter, AutoregressiveDrafter) and drafter.tree == TREE
     assert DrafterFactory(model, settings).make("eagle3", only_chain=True).tree == CandidateTree.chain(DEPTH)
-    arguments = {"do_sample": False, "max_new_tokens": 12}
-    plain = model.generate(random_prompts(2, 7), **arguments, tree=CandidateTree.chain(0))
-    for name in ("eagle3", "heads+eagle3"):
-        drafter = DrafterFactory(model, settings).make(name)
-        assert model.generate(random_prompts(2, 7), **arguments, drafter=drafter).tolist() == plain.tolist()
+    hows = ({"drafter": DrafterFactory(model, settings).make(name)} for name in ("eagle3", "heads+eagle3"))
+    assert_exact(model, random_prompts(2, 7), *hows, do_sample=False, max_new_tokens=12)
 
 
-def test_by_name_it_must_be_there_fit_and_be_of_its_kind(saved, tmp_path):
-    model = MedusaModel(tiny_model("llama"))
-    with pytest.raises(
-        ValueError, match="drafter 'eagle3' needs an EAGLE-3 head; give eagle3= to make_drafter"
-    ):
-        DrafterFactory(model).make("eagle3")
-    small = HeadsCheckpoint(new_head(hidden_size=16), "some/base")
-    with pytest.raises(ValueError, match="heads were trained for hidden_size=16"):
-        DrafterFactory(model, DrafterSettings(eagle3=small)).make("eagle3")
-    heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE))
-    other = save_heads(HeadsCheckpoint(heads, "some/base"), tmp_path / "medusa")
-    with pytest.raises(
-        ValueError, match="must be an EAGLE-3 head, got Medusa heads for 'some/base'; give them as heads="
-    ):
-        DrafterFactory(model, DrafterSettings(eagle3=other)).make("eagle3")
+def made_by_name(checkpoint=None):
+    return DrafterFactory(MedusaModel(tiny_model("llama")), DrafterSettings(eagle3=checkpoint)).make("eagle3")
+
+
+SMALL = HeadsCheckpoint(new_head(hidden_size=16), "some/base")
+OTHERS = HeadsCheckpoint(MedusaHeads(HeadsConfig(32, VOCAB_SIZE)), "some/base")
+test_a_head_that_cannot_be_taken_is_refused = refusals(
+    ("none by name", made_by_name, "'eagle3' needs an EAGLE-3 head; give eagle3="),
+    ("another size", lambda: made_by_name(SMALL), "trained for hidden_size=16"),
+    (
+        "other heads",
+        lambda tmp_path: made_by_name(save_heads(OTHERS, tmp_path / "medusa")),
+        "must be an EAGLE-3 head, got Medusa heads for 'some/base'; give them as heads=",
+    ),
+    (
+        "too few layers",
+        lambda: Eagle3Config.of_base(tiny_model("gemma3")),
+        "at least 7 ... fused_layers",
+    ),
+)
 
 
 def test_a_base_gives_the_head_its_attention_and_rotary_embedding():
-    base = tiny_model("gemma3")
-    text = base.config
-    config = Eagle3Config.of_base(base, fused_layers=LAYERS)
-    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (
-        text.num_attention_heads,
-        text.num_key_value_heads,
-        text.head_dim,
-    )
-    assert config.rope_parameters == {
-        "rope_type": "default",
-        "rope_theta": text.rope_parameters["full_attention"]["rope_theta"],
-    }
-    with pytest.raises(ValueError, match=r"needs at least 7; name the layers: fused_layers"):
-        Eagle3Config.of_base(base)
+    text = tiny_model("gemma3").config
+    config = Eagle3Config.of_base(tiny_model("gemma3"), fused_layers=LAYERS)
+    for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+        assert getattr(config, name) == getattr(text, name)
+    theta = text.rope_parameters["full_attention"]["rope_theta"]
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": theta}
 
 
 def test_the_default_layers_are_those_that_engines_take():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from conftest import READING
+from refusals import refusals
 from torch import nn
 
 from medusa import HeadsConfig, MedusaHeads
@@ -127,40 +130,35 @@ def test_heads_in_float32_sit_on_a_base_in_bfloat16():
         assert logits.shape[:3] == (2, 5, NUM_HEADS) and logits.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["hidden_size", "vocab_size", "num_heads", "num_layers"])
-def test_sizes_that_are_no_count_are_refused(name):
-    for value in (0, "4", 2.0, True, None, 10**30):
-        with pytest.raises(ValueError, match=rf"{name} must be an int from 1 to \d+, got {value!r}"):
-            config_of("shared", **{name: value})
+def mapped(*token_map):
+    return lambda: MedusaHeads(config_of("token_map"), token_map)
 
 
-@pytest.mark.parametrize(("unembedding", "size"), [("token_map", None), ("shared", 5)])
-def test_a_token_map_size_goes_with_a_token_map_only(unembedding, size):
-    with pytest.raises(ValueError, match=f"got unembedding='{unembedding}', token_map_size={size}"):
-        config_of(unembedding, token_map_size=size)
-
-
-@pytest.mark.parametrize(
-    ("token_map", "message"),
-    [
-        ([1, 2, 3], r"must hold 5 different ids, got shape \(3,\)"),
-        ([1, 2, 3, 4, 4], "must hold 5 different ids"),
-        ([1, 2, 3, 4, VOCAB_SIZE], r"must be in \[0, 21\), got 1 to 21"),
-        ([1, 2, 3, 4, -1], r"must be in \[0, 21\), got -1 to 4"),
-        ([1.0, 2.0, 3.0, 4.5, 5.0], "must hold token ids, which are ints, got torch.float32"),
-        ([True] * 5, "must hold token ids, which are ints, got torch.bool"),
-        ([1, 2, 3, 4, 10**30], "token_map must hold token ids, got "),
-        (["a", "b", "c", "d", "e"], "token_map must hold token ids, got "),
-    ],
-)
-def test_a_token_map_that_fits_no_vocabulary_is_refused(token_map, message):
-    with pytest.raises(ValueError, match=message):
-        MedusaHeads(config_of("token_map"), token_map)
-
-
-def test_a_token_map_on_heads_of_another_kind_is_refused():
-    with pytest.raises(ValueError, match="token_map goes with unembedding='token_map', got 'shared'"):
-        MedusaHeads(config_of("shared"), MAP)
+test_heads_that_cannot_be_are_refused = refusals(
+    *(
+        (f"{name} of {value!r}"[:30], partial(config_of, "shared", **{name: value}), f"{name} ... {rule}")
+        for name in ("hidden_size", "vocab_size", "num_heads", "num_layers")
+        for value in (0, "4", 2.0, True, None, 10**30)
+        for rule in [f"an int from 1 to ... got {value!r}"]
+    ),
+    *(
+        (f"fused layers {layers!r}"[:30], partial(config_of, "shared", fused_layers=layers),
+         "fused_layers ... different ints from 1 to 4096, in ascending")
+        for layers in ((0,), (3, 2), (2, 2), ("1",), (1.0,), 3, "12", (10**30,))
+    ),
+    ("no size", lambda: config_of("token_map", token_map_size=None), "token_map_size=None"),
+    ("a size alone", lambda: config_of("shared", token_map_size=5), "'shared', token_map_size=5"),
+    ("too few", mapped(1, 2, 3), "5 different ids, got shape (3,)"),
+    ("one twice", mapped(1, 2, 3, 4, 4), "5 different ids"),
+    ("past the vocabulary", mapped(1, 2, 3, 4, VOCAB_SIZE), "in [0, 21), got 1 to 21"),
+    ("below it", mapped(1, 2, 3, 4, -1), "in [0, 21), got -1 to 4"),
+    ("floats", mapped(1.0, 2.0, 3.0, 4.5, 5.0), "ids, which are ints, got torch.float32"),
+    ("booleans", mapped(*[True] * 5), "ids, which are ints, got torch.bool"),
+    ("a huge id", mapped(1, 2, 3, 4, 10**30), "token_map must hold token ids, got"),
+    ("words", mapped(*"abcde"), "token_map must hold token ids, got"),
+    ("a map for others", lambda: MedusaHeads(config_of("shared"), MAP), "goes with ... 'shared'"),
+    ("no path", lambda: heads_of("shared", reads_path=True)(HIDDEN, lm_head()), "pass path"),
+)  # fmt: skip
 
 
 def test_a_head_reads_the_tokens_of_its_path_and_none_behind_them():
@@ -176,11 +174,6 @@ def test_a_head_reads_the_tokens_of_its_path_and_none_behind_them():
         assert is_same.tolist() == [index < depth - 1 for index in range(NUM_HEADS)]
 
 
-def test_heads_that_read_their_path_ask_for_it():
-    with pytest.raises(ValueError, match=r"read the tokens of their path .*: pass path"):
-        heads_of("shared", reads_path=True)(HIDDEN, lm_head())
-
-
 def test_fused_layers_are_read_at_unit_size_whatever_the_size_of_their_dimensions():
     heads = heads_of("shared", fused_layers=(2, 5))
     torch.manual_seed(0)
@@ -193,9 +186,3 @@ def test_fused_layers_are_read_at_unit_size_whatever_the_size_of_their_dimension
     unit = (below / below.square().mean(0).sqrt()).unflatten(-1, (2, HIDDEN_SIZE))
     unit = unit / unit.square().mean(-1, keepdim=True).sqrt()
     torch.testing.assert_close(heads.fuse(hidden), 1 + unit.flatten(-2) @ heads.fusion.weight.T)
-
-
-@pytest.mark.parametrize("layers", [(0,), (3, 2), (2, 2), ("1",), (1.0,), 3, "12", (10**30,)], ids=str)
-def test_layers_that_cannot_be_fused_are_refused(layers):
-    with pytest.raises(ValueError, match=r"fused_layers must be different ints from 1 to 4096, in ascending"):
-        config_of("shared", fused_layers=layers)

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 import transformers
-from conftest import left_padded, needs_newest, random_prompts, tiny_model
+from conftest import assert_exact, left_padded, needs_newest, random_prompts, tiny_model
 from mtp_models import FAMILIES, FEW_TOKENS, PROMPT, WITH_TREES, load_base, made_base, save_base
 from stateful_models import turned_at_a_tie
 from tiny_training import chat_tokenizer, counting_rows, write_rows
@@ -101,18 +101,13 @@ def test_bases_that_keep_a_state_draft_as_transformers_modules_do(bases, monkeyp
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_text_is_that_of_plain_decoding(bases, family):
     base = bases(family, 2 if family in WITH_TREES else 1)
-    model, prompts = (
-        MedusaModel.from_pretrained(base, "mtp", engine="eager"),
-        left_padded(random_prompts(2, 9) % FEW_TOKENS, [9, 4]),
-    )
+    model = MedusaModel.from_pretrained(base, "mtp", engine="eager")
+    prompts = left_padded(random_prompts(2, 9) % FEW_TOKENS, [9, 4])
     tree = TREE if family in WITH_TREES else CandidateTree.chain(3)
     sampled = {"do_sample": True, "temperature": 0.8, "seed": 5}
     given = ({}, {"drafter": "mtp", "tree": tree}, {"drafter": "mtp"}, {"drafter": "dynamic-heads"})
     for asked, hows in (({"do_sample": False}, given), (sampled, given[:1])):
-        asked = {**prompts, "max_new_tokens": 12, **asked}
-        expected = model.generate(tree=CandidateTree.chain(0), **asked)
-        for how in hows:
-            assert torch.equal(model.generate(**asked, **how), expected), how
+        assert_exact(model, prompts, *hows, max_new_tokens=12, **asked)
 
 
 @pytest.mark.parametrize("num_layers", [1, 3])
@@ -192,9 +187,7 @@ def test_layers_with_other_masks_are_refused(bases):
 
 def test_an_older_transformers_is_told_which_it_takes(bases, monkeypatch):
     monkeypatch.delattr(transformers.modeling_layers, "MtpModel")
-    with pytest.raises(
-        ValueError, match=r"drafter 'mtp' needs transformers 5\.23 or newer, got .* pip install"
-    ):
+    with pytest.raises(ValueError, match=r"drafter 'mtp' needs transformers 5\.23 .* pip install"):
         MedusaModel(bases("glm4_moe")).generate(PROMPT, drafter="mtp")
 
 
@@ -263,5 +256,4 @@ def test_they_are_trained_further_from_the_weights_of_the_base(family, tmp_path)
         moved = (weight - trained.heads.layers.state_dict()[name]).abs().max()
         assert moved < 0.1, f"{name} did not start from the base's own"  # six steps of at most 0.01
     model = MedusaModel.from_pretrained(str(base), run / "heads", engine="eager")
-    output = model.generate(PROMPT, max_new_tokens=12, do_sample=False)
-    assert torch.equal(output, model.generate(PROMPT, max_new_tokens=12, do_sample=False, drafter="plain"))
+    assert_exact(model, PROMPT, {}, max_new_tokens=12, do_sample=False)

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from conftest import GROUPED, random_prompts, tiny_model
+from conftest import GROUPED, needs_kernels, random_prompts, tiny_model
 from tiny_chat import chat_base, chat_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.loading import load_base
-from medusa.engine.kernels import kernels_unsupported_reason
 from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_bytes
 from medusa.hardware import DeviceRates
@@ -53,7 +52,7 @@ def test_a_step_is_bound_by_reading_or_by_computing():
     assert floor == 2 * weights * 8 * 2 + heads_cost(model)[1] * 2
 
 
-@pytest.mark.skipif(kernels_unsupported_reason() is not None, reason="no C++ compiler is installed")
+@needs_kernels
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("engine", ["packed", "int8"])
 def test_an_engine_reads_what_it_packed_and_no_less_where_the_base_is_held_once(tmp_path, engine, is_tied):

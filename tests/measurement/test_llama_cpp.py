@@ -140,9 +140,7 @@ def test_without_a_file_or_without_llama_cpp_it_is_left_out_with_the_remedy(monk
 def test_a_file_that_is_not_there_not_whole_or_of_another_model_is_refused_by_name(fake, gguf_file, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent\.gguf', which is no file; give a GGUF file"):
         LlamaCpp(tmp_path / "absent.gguf", VOCAB_SIZE)
-    with pytest.raises(
-        ValueError, match=r"tiny-q8_0\.gguf has 260 tokens and the base has 7.* converted from"
-    ):
+    with pytest.raises(ValueError, match=r"tiny-q8_0\.gguf has 260 tokens and the base has 7"):
         LlamaCpp(gguf_file, vocab_size=7)
     gguf_file.write_bytes(b"what")
     with pytest.raises(ValueError, match=r"cannot load .*tiny-q8_0\.gguf.* convert or download it again"):

@@ -454,9 +454,7 @@ def test_heads_are_evaluated_on_a_base_in_several_places_as_on_the_cpu(models, n
 
 def test_a_draft_model_on_another_card_is_refused(models):
     settings = DrafterSettings(draft_model=llama(1).to("cuda:1"))
-    with pytest.raises(
-        ValueError, match=r"draft model must be on cuda:0, .* got one on cuda:1; move it with "
-    ):
+    with pytest.raises(ValueError, match=r"draft model must be on cuda:0, .* got one on cuda:1"):
         DrafterFactory(models[1], settings).make("draft-model")
 
 

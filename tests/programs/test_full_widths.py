@@ -7,14 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from conftest import CHECKOUT, program
-
-from medusa.engine.kernels import kernels_unsupported_reason
+from conftest import CHECKOUT, needs_kernels, program
 
 full_widths = program("scripts/full_widths.py")
-pytestmark = pytest.mark.skipif(
-    kernels_unsupported_reason() is not None, reason="no C++ compiler is installed"
-)
+pytestmark = needs_kernels
 WIDE = full_widths._family("llama", 512, 2304, 4, 2, 102400, True, head_dim=128, rms_norm_eps=1e-5)
 """Wider than a loop of torch takes at once, over many tokens, in heads that share keys; small otherwise."""
 

@@ -156,11 +156,7 @@ def test_texts_and_conversations_are_tokenised_as_they_would_be_answered(server)
         ("/tokenize", {}, None),
         ("/tokenize", {"messages": HELLO, "prompt": "a"}, None),
         ("/tokenize", {"prompt": "x" * 9000}, "prompt"),
-        (
-            "/tokenize",
-            {"messages": HELLO, "chat_template_kwargs": {"chat_template": "x"}},
-            "chat_template_kwargs",
-        ),
+        ("/tokenize", {"messages": HELLO, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         ("/detokenize", {"tokens": [99999]}, "tokens"),
         ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
     ]

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import openai
 import pytest
+from conftest import needs_kernels
 from tiny_chat import chat_model
 from tiny_server import HELLO, client_of, running
 
-from medusa.engine.kernels import kernels_unsupported_reason
 from medusa.serving.replies import common_subsequence_length
 from medusa.serving.settings import AccessOptions
 from medusa.serving.worker import Worker
 
-pytestmark = pytest.mark.skipif(
-    kernels_unsupported_reason() is not None, reason="no C++ compiler is installed"
-)
+pytestmark = needs_kernels
 
 ASKED = {"model": "tiny", "messages": HELLO, "max_tokens": 60, "temperature": 0}
 

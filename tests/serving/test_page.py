@@ -226,10 +226,8 @@ def test_who_scrolls_up_or_selects_is_left_alone_while_an_answer_comes(browser, 
 
 
 def test_thoughts_are_folded_away_beside_the_answer_and_not_sent_again(browser, server):
-    reasoning_tags, box = (
-        "document.querySelector('.assistant details.thought')",
-        "document.querySelector('.assistant .body')",
-    )
+    reasoning_tags = "document.querySelector('.assistant details.thought')"
+    box = "document.querySelector('.assistant .body')"
     browser.value(BY_HAND)
     ask(browser, "Hello")
     browser.value("think('Hm, <b>bold</b>')")

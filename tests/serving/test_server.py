@@ -27,6 +27,7 @@ from tiny_server import (
     TOOL,
     WEATHER,
     Running,
+    chat,
     client_of,
     expected,
     running,
@@ -71,24 +72,22 @@ def said(stream) -> str:
 
 
 def test_an_answer_is_that_of_generate_streamed_or_not(server, tiny_chat_model):
-    client = client_of(server)
     for seed, temperature in ((0, 0.0), (5, 0.7), (6, 1.0)):
         sampled = {"temperature": temperature, "seed": seed} if temperature else {"do_sample": False}
         tokens, text = expected(tiny_chat_model, HELLO, **{**ALONE, **sampled})
         asked = {
-            "model": "tiny",
             "messages": HELLO,
             "max_tokens": 24,
             "temperature": temperature,
             "seed": seed,
         }
-        whole = client.chat.completions.create(**asked)
+        whole = chat(server, **asked)
         assert whole.choices[0].message.content == text
         assert whole.usage.completion_tokens == len(tokens)
         ended = tokens[-1] == TOKENIZER.eos_token_id
         assert whole.choices[0].finish_reason == ("stop" if ended else "length")
         options = {"include_usage": True}
-        chunks = list(client.chat.completions.create(**asked, stream=True, stream_options=options))
+        chunks = list(chat(server, **asked, stream=True, stream_options=options))
         assert chunks[0].choices[0].delta.role == "assistant"
         assert said(chunks) == text
         assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
@@ -121,20 +120,19 @@ def test_layers_that_a_base_comes_with_draft_the_answers_of_generate(tmp_path, f
     model = MedusaModel(load_base(save_base(tmp_path / family, family, **sizes)), tokenizer=TOKENIZER)
     _, text = expected(model, HELLO, max_new_tokens=24, do_sample=False)
     with running(MedusaModel(model.base, own_head(model.base), tokenizer=TOKENIZER)) as server:
-        asked = {"model": "tiny", "messages": HELLO, "max_tokens": 24, "temperature": 0}
-        whole = client_of(server).chat.completions.create(**asked)
+        whole = chat(server, max_tokens=24, temperature=0)
     assert whole.choices[0].message.content == text
     assert whole.usage.model_extra["medusa"]["drafted_per_depth"]
 
 
 def test_every_reply_and_its_line_in_the_log_say_what_guessing_did(tiny_chat_model, caplog, monkeypatch):
     monkeypatch.setattr(DraftCosts, "adaptive", lambda *_: None)  # whatever a draft costs here
-    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 40, "temperature": 0}
+    asked = {"max_tokens": 40, "temperature": 0}
     caplog.set_level(logging.INFO, "medusa.serving")
     with running(tiny_chat_model, allow_plain=True) as server:
-        whole = client_of(server).chat.completions.create(**asked).usage
+        whole = chat(server, **asked).usage
         num_drafted = server.service.worker.batches[False].num_drafted
-        plain = client_of(server).chat.completions.create(**asked, extra_body={"medusa_plain": True}).usage
+        plain = chat(server, **asked, extra_body={"medusa_plain": True}).usage
     guessed, logged = whole.model_extra["medusa"], json.loads(caplog.messages[-2])
     assert logged["medusa"] == guessed and logged["completion_tokens"] == whole.completion_tokens
     accepted = sum(guessed["accepted_per_depth"])
@@ -150,15 +148,13 @@ def test_every_reply_and_its_line_in_the_log_say_what_guessing_did(tiny_chat_mod
 
 @pytest.mark.parametrize("num_choices", [1, 4])
 def test_short_answers_are_whole_and_are_those_of_generate(server, tiny_chat_model, num_choices):
-    client = client_of(server)
     for length in (1, 2, 3, 5, 8):
-        asked = {"model": "tiny", "messages": HELLO, "max_tokens": length, "n": num_choices, "seed": length}
         alone = [
             expected(tiny_chat_model, HELLO, **{**ALONE, "max_new_tokens": length}, seed=length + index)
             for index in range(num_choices)
         ]
         before = num_ended(server)
-        reply = client.chat.completions.create(**asked)
+        reply = chat(server, max_tokens=length, n=num_choices, seed=length)
         assert [choice.message.content for choice in reply.choices] == [text for _, text in alone]
         reasons = ["stop" if tokens[-1] == TOKENIZER.eos_token_id else "length" for tokens, _ in alone]
         assert [choice.finish_reason for choice in reply.choices] == reasons
@@ -174,12 +170,9 @@ def num_ended(server: Running) -> float:
 
 @pytest.mark.parametrize("seed", [-1, 2**62 - 1, -(2**63), 2**63 - 2])
 def test_a_choice_is_what_its_own_seed_gives_alone_wherever_seeds_begin_again(server, seed):
-    client, asked = (
-        client_of(server),
-        {"model": "tiny", "messages": HELLO, "max_tokens": 12, "temperature": 1},
-    )
-    together = client.chat.completions.create(**asked, n=2, seed=seed).choices
-    alone = [client.chat.completions.create(**asked, seed=seed + index).choices[0] for index in range(2)]
+    asked = {"max_tokens": 12, "temperature": 1}
+    together = chat(server, **asked, n=2, seed=seed).choices
+    alone = [chat(server, **asked, seed=seed + index).choices[0] for index in range(2)]
     assert [each.message.content for each in together] == [each.message.content for each in alone]
 
 
@@ -194,10 +187,9 @@ def test_a_control_token_stops_an_answer(server, path):
 def test_a_stop_string_in_the_first_token_ends_its_own_choice_alone(server, tiny_chat_model, caplog):
     options = {**ALONE, "max_new_tokens": 8}
     texts = [expected(tiny_chat_model, HELLO, **options, seed=7 + index)[1] for index in range(4)]
-    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 8, "n": 4, "seed": 7, "stop": texts[0][0]}
     before = num_ended(server)
     with caplog.at_level(logging.INFO, "medusa.serving"):
-        reply = client_of(server).chat.completions.create(**asked)
+        reply = chat(server, max_tokens=8, n=4, seed=7, stop=texts[0][0])
     assert [choice.message.content for choice in reply.choices] == [
         text.partition(texts[0][0])[0] for text in texts
     ]
@@ -231,12 +223,11 @@ def test_many_clients_at_once_get_what_each_gets_alone(server, tiny_chat_model):
 
 
 def test_stop_strings_end_an_answer_and_are_not_sent(server, tiny_chat_model):
-    client = client_of(server)
-    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 40, "temperature": 0}
-    text = client.chat.completions.create(**asked).choices[0].message.content
+    asked = {"max_tokens": 40, "temperature": 0}
+    text = chat(server, **asked).choices[0].message.content
     stop = text[5:8]
     for stream in (False, True):
-        reply = client.chat.completions.create(**asked, stop=[stop, "never said"], stream=stream)
+        reply = chat(server, **asked, stop=[stop, "never said"], stream=stream)
         got = said(reply) if stream else reply.choices[0].message.content
         assert got == text[: text.find(stop)]
     wait_until(lambda: server.num_active == 0)
@@ -256,9 +247,9 @@ def test_penalties_and_biases_have_their_way(server):
 
 def test_logprobs_are_the_base_models_own(server, tiny_chat_model):
     client = client_of(server)
-    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 12, "temperature": 0.9, "seed": 4}
-    reply = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3).choices[0]
-    stream = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3, stream=True)
+    asked = {"max_tokens": 12, "temperature": 0.9, "seed": 4}
+    reply = chat(server, **asked, logprobs=True, top_logprobs=3).choices[0]
+    stream = chat(server, **asked, logprobs=True, top_logprobs=3, stream=True)
     streamed = [
         entry for chunk in stream if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content
     ]
@@ -284,19 +275,16 @@ def form(schema: dict) -> dict:
 
 def test_answers_keep_the_form_that_was_asked_for(server, tiny_chat_model):
     pytest.importorskip("llguidance")
-    client = client_of(server)
     properties = {"ok": {"type": "boolean"}, "kind": {"enum": ["a", "bb", "ccc"]}}
     schema = {"type": "object", "properties": properties, "required": ["ok", "kind"]}
-    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 60}
+    asked = {"max_tokens": 60}
     given = form({**schema, "additionalProperties": False})
     for seed in range(3):
-        reply = client.chat.completions.create(**asked, seed=seed, response_format=given).choices[0]
+        reply = chat(server, **asked, seed=seed, response_format=given).choices[0]
         assert set(json.loads(reply.message.content)) == {"ok", "kind"} and reply.finish_reason == "stop"
-        plain = client.chat.completions.create(
-            **asked, seed=seed, response_format=given, extra_body={"medusa_plain": True}
-        )
+        plain = chat(server, **asked, seed=seed, response_format=given, extra_body={"medusa_plain": True})
         assert plain.choices[0].message.content == reply.message.content
-    reply = client.chat.completions.create(**asked, seed=0, response_format={"type": "json_object"})
+    reply = chat(server, **asked, seed=0, response_format={"type": "json_object"})
     assert reply.choices[0].message.content.startswith("{")
 
 
@@ -304,9 +292,7 @@ def test_without_the_grammar_library_forms_are_refused_with_what_to_install(serv
     monkeypatch.setitem(sys.modules, "llguidance", None)
     server.service.__dict__.pop("_grammars", None)
     with pytest.raises(openai.BadRequestError, match="pip install llguidance") as refused:
-        client_of(server).chat.completions.create(
-            model="tiny", messages=HELLO, response_format={"type": "json_object"}
-        )
+        chat(server, response_format={"type": "json_object"})
     assert refused.value.param == "response_format"
 
 
@@ -542,8 +528,7 @@ def chain(length: int, link: str = "$ref") -> dict:
 
 def test_the_bytes_of_all_tokens_joined_are_the_text(server):
     letters = {str(token): 100 for token in TOKENIZER("é😀")["input_ids"]}
-    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 12, "seed": 2, "logit_bias": letters}
-    reply = client_of(server).chat.completions.create(**asked, logprobs=True, top_logprobs=1).choices[0]
+    reply = chat(server, max_tokens=12, seed=2, logit_bias=letters, logprobs=True, top_logprobs=1).choices[0]
     joined = bytes(byte for entry in reply.logprobs.content for byte in entry.bytes)
     assert len(joined) == 12 and joined.decode(errors="replace") == reply.message.content
 
@@ -599,8 +584,7 @@ def test_a_forced_call_keeps_to_what_its_schema_refers_to(tool_server, place):
     }
     parameters.setdefault(folder, {})[name] = kind
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 120, "seed": 1}
-    reply = client_of(tool_server).chat.completions.create(**asked, tools=tools, tool_choice="required")
+    reply = chat(tool_server, max_tokens=120, seed=1, tools=tools, tool_choice="required")
     (call,) = reply.choices[0].message.tool_calls
     assert json.loads(call.function.arguments)["a"] in ("x", "y")
 
@@ -609,7 +593,7 @@ def test_a_form_that_grows_too_large_while_it_is_written_is_the_requests_own_fau
     pytest.importorskip("llguidance")
     monkeypatch.setattr(GrammarProcessor, "_check", grows_too_large)
     with pytest.raises(openai.BadRequestError, match="ask for a simpler one"):
-        client_of(server).chat.completions.create(model="tiny", messages=HELLO, response_format=form({}))
+        chat(server, response_format=form({}))
 
 
 def grows_too_large(_processor) -> None:
@@ -619,7 +603,7 @@ def grows_too_large(_processor) -> None:
 def test_other_refusals_are_in_the_same_form(server):
     client = client_of(server)
     with pytest.raises(openai.NotFoundError, match="the model 'gpt' is not here; there is 'tiny'"):
-        client.chat.completions.create(model="gpt", messages=HELLO)
+        chat(server, model="gpt")
     with pytest.raises(openai.BadRequestError, match="context is 512 tokens, and the prompt has 600"):
         client.completions.create(model="tiny", prompt=[5] * 600)
     assert [model.id for model in client.models.list()] == ["tiny"]
@@ -669,9 +653,7 @@ def test_numbers_that_are_not_finite_are_refused_in_the_arguments_of_a_call(serv
 
 
 def test_a_client_that_leaves_frees_its_row(server):
-    stream = client_of(server).chat.completions.create(
-        model="tiny", messages=HELLO, max_tokens=480, stream=True, extra_body={"ignore_eos": True}
-    )
+    stream = chat(server, max_tokens=480, stream=True, extra_body={"ignore_eos": True})
     next(iter(stream))
     assert server.num_active == 1
     stream.close()
@@ -694,7 +676,7 @@ def metrics_of(server: Running) -> dict[str, float]:
 
 
 def test_a_request_runs_or_waits_in_the_metrics_while_its_prompt_is_read(server, monkeypatch):
-    server.slowed(monkeypatch, 0.01)
+    server.slowed(monkeypatch, 0.05)
     body, seen = {"prompt": "a" * 400, "max_tokens": 1}, []
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
@@ -836,12 +818,12 @@ def test_pages_of_the_server_and_of_origins_that_the_operator_names_may_ask(serv
 
 def test_past_the_queue_clients_are_told_when_to_come_back_and_late_answers_end(monkeypatch):
     with running(chat_model(), max_rows=1, max_waiting=0) as small:
-        asked = {"model": "tiny", "messages": HELLO, "max_tokens": 480, "extra_body": {"ignore_eos": True}}
+        asked = {"max_tokens": 480, "extra_body": {"ignore_eos": True}}
         small.slowed(monkeypatch, 0.05)
-        stream = client_of(small).chat.completions.create(**asked, stream=True)
+        stream = chat(small, **asked, stream=True)
         next(iter(stream))
         with pytest.raises(openai.InternalServerError) as refused:
-            client_of(small).chat.completions.create(**asked)
+            chat(small, **asked)
         assert refused.value.status_code == 503 and refused.value.response.headers["retry-after"]
         for answer in [*small.service.worker._active]:
             answer.deadline = 0.0
@@ -850,14 +832,13 @@ def test_past_the_queue_clients_are_told_when_to_come_back_and_late_answers_end(
         small.service.is_draining = True
         assert httpx.get(f"{small.url}/health").status_code == 503
         with pytest.raises(openai.InternalServerError, match="shutting down"):
-            client_of(small).chat.completions.create(**asked)
+            chat(small, **asked)
 
 
 def test_told_to_stop_a_server_ends_what_is_running_and_takes_nothing_new(tiny_chat_model, monkeypatch):
     with running(tiny_chat_model) as ending:
         ending.slowed(monkeypatch, 0.05)
-        asked = {"model": "tiny", "messages": HELLO, "max_tokens": 24, "temperature": 0}
-        stream = client_of(ending).chat.completions.create(**asked, stream=True)
+        stream = chat(ending, max_tokens=24, temperature=0, stream=True)
         pieces = [next(iter(stream))]
         ending.server.handle_exit(signal.SIGTERM, None)
         pieces += list(stream)
@@ -955,18 +936,18 @@ def test_a_request_that_breaks_the_model_is_told_so_and_no_more(caplog, monkeypa
             raise RuntimeError("secret path /etc/passwd")
 
         monkeypatch.setattr(ModelRunner, "verify", fails)
-        asked = {"model": "tiny", "messages": HELLO, "max_tokens": 30, "temperature": 0}
+        asked = {"max_tokens": 30, "temperature": 0}
         with pytest.raises(openai.InternalServerError) as told:
-            client_of(broken).chat.completions.create(**asked)
+            chat(broken, **asked)
         assert "secret" not in str(told.value)
         with pytest.raises(openai.APIError, match="the server failed on this answer"):
-            list(client_of(broken).chat.completions.create(**asked, stream=True))
+            list(chat(broken, **asked, stream=True))
         monkeypatch.undo()
-        assert client_of(broken).chat.completions.create(**asked).choices[0].message.content
+        assert chat(broken, **asked).choices[0].message.content
         broken.service.worker.close()
         assert httpx.get(f"{broken.url}/health").status_code == 503
         with pytest.raises(openai.InternalServerError, match="cannot answer any more"):
-            client_of(broken).chat.completions.create(**asked)
+            chat(broken, **asked)
 
 
 def test_requests_of_random_lengths_that_come_and_go_leave_nothing_behind(server):

@@ -212,30 +212,6 @@ def test_a_process_without_a_batch_gives_every_parameter_a_gradient_of_zero():
         assert parameter.grad is not None and not parameter.grad.any(), name
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"reads_path": False}, "reads_path goes with head_kind=medusa, got False without it"),
-        ({"unembedding": "full"}, "unembedding goes with head_kind=medusa, got 'full' without it"),
-        ({"head_kind": "medusa", "fc_norm": True}, "fc_norm goes with head_kind=eagle3, got True without it"),
-        ({"intermediate_size": -1}, "intermediate_size must be at least 0, got -1"),
-    ],
-    ids=["path", "unembedding", "norm", "size"],
-)
-def test_options_of_the_other_kind_are_refused(tmp_path, options, message):
-    with pytest.raises((ValueError, ValueError), match=message):
-        new_trainer(tmp_path, **options)
-
-
-def test_layers_that_the_base_has_not_are_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"has 2 layers, and the default of EAGLE-3 .*name the layers: fused"
-    ):
-        new_trainer(tmp_path / "none", fused_layers=None)
-    with pytest.raises(ValueError, match=r"fused_layers must be in \[1, 2\], the decoder layers of .*got 3"):
-        new_trainer(tmp_path / "far", fused_layers=[1, 3]).train()
-
-
 def test_the_head_is_what_the_options_say(tmp_path):
     config = new_trainer(tmp_path, intermediate_size=40, norm_output=True).heads.config
     assert (config.intermediate_size, config.norm_output, config.fc_norm) == (40, True, False)

@@ -295,13 +295,6 @@ def test_states_and_documents_may_not_lie_where_the_run_puts_something_else(trai
     assert not (tmp_path / "run").exists()
 
 
-def test_data_that_is_a_link_to_itself_is_named(train, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "circle.jsonl").symlink_to("circle.jsonl")
-    with pytest.raises(FileNotFoundError, match=r"circle.jsonl' does not exist"):
-        train(data=tmp_path / "run" / "circle.jsonl")
-
-
 def test_a_tracker_that_is_not_installed_is_refused_before_any_work(train, tmp_path, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(

@@ -14,10 +14,10 @@ import tiny_training
 import torch
 from accelerate import Accelerator
 from conftest import tiny_model
+from refusals import refusals
 from tiny_training import (
     JOINT,
     assert_equal_weights,
-    configured,
     counting_rows,
     history,
     tiny_base,
@@ -90,12 +90,6 @@ def test_the_base_s_loss_and_gradient_are_those_of_plain_autograd(objective, blo
     assert int(sums.num_targets) == int(sums.num_compared) == 7
 
 
-def test_self_distillation_asks_for_the_states_without_the_adapter():
-    embedding, hidden, _, targets = base_problem()
-    with pytest.raises(ValueError, match="'kl' needs the states without the adapter: pass reference"):
-        BaseLoss(embedding, 40, "kl")(hidden, None, targets, torch.tensor(7))
-
-
 # The loss of both.
 
 
@@ -122,10 +116,8 @@ def plain_loss(trainer: Trainer, batch: list[list[int]], num_targets: Tensor) ->
         guesses = trainer.heads(read[row], embedding, path).log_softmax(-1)
         for target in padded.is_label[row].nonzero().flatten().tolist():
             token = padded.input_ids[row, target]
-            hard, soft = (
-                -log_q[target - 1, token],
-                F.kl_div(log_q[target - 1], log_p[target - 1], log_target=True, reduction="sum"),
-            )
+            hard = -log_q[target - 1, token]
+            soft = F.kl_div(log_q[target - 1], log_p[target - 1], log_target=True, reduction="sum")
             total = total + (soft if options.base_objective == "kl" else hard) / num_targets[0]
             for depth in (1, 2, 3):
                 if (source := target - 1 - depth) >= 0:
@@ -296,10 +288,8 @@ def test_the_adapter_s_moments_begin_with_the_second_stage(tmp_path, rows):
 def test_the_first_stage_gives_the_adapter_zero_gradients_rather_than_none(tmp_path, rows):
     """Every process of a distributed run must have a gradient for every parameter."""
     trainer = new_trainer(tmp_path, rows)
-    source, embedding = (
-        partial(trainer.recipe.read, trainer.data.training, "training"),
-        lm_head(trainer.base),
-    )
+    source = partial(trainer.recipe.read, trainer.data.training, "training")
+    embedding = lm_head(trainer.base)
     for batch, is_joint in (([[0]], False), ([], False), ([], True)):
         trainer.loss.is_joint = is_joint
         trainer.loss.zero_grad()
@@ -402,21 +392,6 @@ def test_without_held_out_documents_nothing_is_claimed_of_the_base(tmp_path, row
 # Bad input.
 
 
-def test_without_peft_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ImportError, match=r"needs peft, which is not installed: pip install peft"):
-        TrainedAdapter(tiny_base(), JointOptions(joint=True), seed=0)
-
-
-@pytest.mark.parametrize("target", ["q_projj", "experts", "self_attn", "lm_head"])
-def test_a_target_that_cannot_be_adapted_is_refused(target):
-    message = (
-        rf"'{target}' matches no linear layer of LlamaForCausalLM, whose output .* there are q_proj, k_proj"
-    )
-    with pytest.raises(ValueError, match=message):
-        target_layers(tiny_base(), ["v_proj", target])
-
-
 def test_targets_are_the_ends_of_names():
     names = target_layers(tiny_base(), ["v_proj", "layers.1.mlp.up_proj"])
     assert names == [
@@ -427,30 +402,37 @@ def test_targets_are_the_ends_of_names():
     assert len(target_layers(tiny_base(), [])) == 14
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"cache_hidden_states": True}, "cache_hidden_states and joint exclude each other"),
-        ({"head_kind": "eagle3"}, "joint=true goes with head_kind=medusa, got 'eagle3'"),
-        ({"joint": False}, "joint_warmup_fraction goes with joint=true, got 0.5 without it"),
-        ({"joint_warmup_fraction": 1.0}, "joint_warmup_fraction must be in \\[0, 1\\), got 1.0"),
-        ({"lora_dropout": -0.1}, "lora_dropout must be in \\[0, 1\\), got -0.1"),
-        ({"lora_rank": 0}, "lora_rank must be above 0, got 0"),
-        ({"heads_weight": 0}, "heads_weight must be above 0, got 0"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(tmp_path, rows, options, message):
-    with pytest.raises(ValueError, match=message):
-        configured(tmp_path, rows, **JOINT | options)
-
-
 def test_the_heads_weight_follows_the_objective_where_it_is_not_given():
     assert JointOptions().lambda_0 == 0.01
     assert JointOptions(base_objective="ce").lambda_0 == 0.2
     assert JointOptions(heads_weight=0.5).lambda_0 == 0.5
 
 
-def test_processes_that_share_out_parameters_are_refused(tmp_path, rows, monkeypatch):
+def sharded(tmp_path, rows, monkeypatch):
     monkeypatch.setattr(Accelerator, "distributed_type", "FSDP")
-    with pytest.raises(ValueError, match="joint=true needs the adapter whole on every process"):
-        new_trainer(tmp_path, rows)
+    new_trainer(tmp_path, rows)
+
+
+def without_peft(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    TrainedAdapter(tiny_base(), JointOptions(joint=True), seed=0)
+
+
+def without_reference():
+    embedding, hidden, _, targets = base_problem()
+    BaseLoss(embedding, 40, "kl")(hidden, None, targets, torch.tensor(7))
+
+
+test_what_cannot_be_trained_jointly_is_refused = refusals(
+    *(
+        (
+            target,
+            partial(target_layers, tiny_base(), ["v_proj", target]),
+            f"'{target}' matches no linear layer",
+        )
+        for target in ("q_projj", "experts", "self_attn", "lm_head")
+    ),
+    ("no peft", without_peft, ImportError, "needs peft, ... pip install peft"),
+    ("no states to hold to", without_reference, "'kl' ... without the adapter: pass reference"),
+    ("sharded", sharded, "joint=true needs the adapter whole on every process"),
+)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import gzip
 import json
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from refusals import assert_refused
 from tiny_training import conversation, write_rows
 
 from medusa.training.data import reading
@@ -85,50 +86,54 @@ def test_a_hub_id_is_loaded_with_its_split(monkeypatch):
     assert example.origin == "owner/name row 1"
 
 
+GOOD = json.dumps(conversation("a", "b")).encode() + b"\n\n"
+UTF_16 = '[{"text": "one"}]'.encode("utf-16")
+FILES = [  # each with what it holds and what is said of it
+    ("a.jsonl", GOOD + b"{not json", "row 2 is not valid JSON"),
+    ("a.jsonl", GOOD + b'"text"', "row 2 must be an object"),
+    ("a.jsonl", GOOD + b'{"question": "a"}', "row 2 must hold messages, conversations ... ['question']"),
+    ("a.jsonl", GOOD + b'{"messages": "hello"}', "row 2: a conversation must be a list"),
+    ("a.jsonl", GOOD + b'{"messages": [{"role": "user"}]}', "row 2, message 1 ... 'role' and 'content'"),
+    ("a.jsonl", GOOD + b'{"messages": [{"role": "user", "content": null}]}', "message 1: content ... None"),
+    ("a.jsonl", GOOD + b'{"instruction": "a", "output": 3}', "row 2: output must be text, got 3"),
+    ("a.jsonl", GOOD + b"\xff", "row 2 is not valid JSON"),
+    ("a.jsonl", UTF_16, "row 1 is not valid JSON: 'utf-8' codec can't decode byte"),
+    ("a.json", UTF_16, "row 1 is not valid JSON: 'utf-8' codec can't decode byte"),
+    ("a.parquet", b"PAR1 and nothing else", "is not a readable parquet file"),
+    ("torn.jsonl.gz", gzip.compress(50 * GOOD, mtime=0)[:40], "is not a whole gzip file"),
+]
+
+
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("name", "content", "words"), FILES, ids=[f"{name}: {words}" for name, _, words in FILES]
+)
+def test_what_cannot_be_read_is_named_with_its_file_and_row(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    path = str(tmp_path / name)
+    assert_refused(lambda: list(read_examples([path])), ValueError, f"{path} ... {words}")
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "words"),
     [
-        ("{not json", "row 2 is not valid JSON"),
-        ('"text"', "row 2 must be an object"),
-        ('{"question": "a"}', r"row 2 must hold messages, conversations.*it holds \['question'\]"),
-        ('{"messages": "hello"}', "row 2: a conversation must be a list"),
-        ('{"messages": [{"role": "user"}]}', "row 2, message 1 must be an object with 'role' and 'content'"),
-        (
-            '{"messages": [{"role": "user", "content": null}]}',
-            "row 2, message 1: content must be text, got None",
-        ),
-        ('{"instruction": "a", "output": 3}', "row 2: output must be text, got 3"),
-        ("\udcff", "row 2 is not valid JSON"),
+        ("missing.jsonl", FileNotFoundError, "data file 'missing.jsonl' does not exist"),
+        ("/absolute/path", FileNotFoundError, "data file '/absolute/path' does not exist"),
+        ("a/b/c", FileNotFoundError, "data file 'a/b/c' does not exist"),
+        ("circle.jsonl", FileNotFoundError, "circle.jsonl' does not exist"),
+        ("data.csv", ValueError, "must end in one of"),
+        ("none/*.jsonl", FileNotFoundError, "names no file that ends in"),
+        ("empty", FileNotFoundError, "names no file that ends in"),
     ],
 )
-def test_a_row_that_cannot_be_read_is_named_with_its_file(tmp_path, line, message):
-    path = tmp_path / "data.jsonl"
-    good = json.dumps(conversation("a", "b"))
-    path.write_text(f"{good}\n\n{line}\n", encoding="utf-8", errors="surrogateescape")
-    with pytest.raises(ValueError, match=f"{path} {message}"):
-        list(read_examples([str(path)]))
-
-
-def test_a_damaged_parquet_file_is_named(tmp_path):
-    path = tmp_path / "data.parquet"
-    path.write_bytes(b"PAR1 and nothing else")
-    with pytest.raises(ValueError, match=f"{path} is not a readable parquet file"):
-        list(read_examples([str(path)]))
-
-
-@pytest.mark.parametrize("source", ["missing.jsonl", "/absolute/path", "a/b/c"])
-def test_a_file_that_is_not_there_is_not_taken_for_a_hub_id(source, monkeypatch):
+def test_a_source_without_files_is_refused_and_not_taken_for_a_hub_id(
+    tmp_path, monkeypatch, source, kind, words
+):
     monkeypatch.setattr(reading, "_hub_rows", lambda *_: pytest.fail("asked the hub"))
-    with pytest.raises(FileNotFoundError, match=f"data file '{source}' does not exist"):
-        expanded([source])
-
-
-def test_an_unknown_file_type_is_refused(tmp_path):
-    path = tmp_path / "data.csv"
-    path.write_text("a,b\n")
-    with pytest.raises(ValueError, match="must end in one of"):
-        expanded([str(path)])
-    assert Path(path).exists()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "circle.jsonl").symlink_to("circle.jsonl")
+    (tmp_path / "data.csv").write_text("a,b\n")
+    assert_refused(lambda: expanded([source]), kind, words)
 
 
 @pytest.mark.parametrize(
@@ -139,13 +144,6 @@ def test_an_array_is_known_behind_a_byte_order_mark_and_any_blanks(tmp_path, bef
     for name, raw in (("a.json", json.dumps(rows, indent=1)), ("b.jsonl", "\n".join(map(json.dumps, rows)))):
         (tmp_path / name).write_bytes(before + raw.encode())
         assert [each.text for each in read_examples([str(tmp_path / name)])] == ["one", "two"]
-
-
-@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
-def test_a_file_in_utf_16_is_named_with_its_row(tmp_path, name):
-    (tmp_path / name).write_text('[{"text": "one"}]', encoding="utf-16")
-    with pytest.raises(ValueError, match=r"row 1 is not valid JSON: 'utf-8' codec can't decode byte"):
-        list(read_examples([str(tmp_path / name)]))
 
 
 def test_a_link_to_a_folder_above_repeats_no_file(tmp_path):

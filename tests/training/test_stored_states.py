@@ -323,9 +323,7 @@ def test_a_writer_that_gives_too_little_or_what_no_number_is_is_refused(tmp_path
         states.write(0, given[:-1], "test")
     with pytest.raises(ValueError, match=r"the states of document 0 must be \(30, 32\), got \(29, 32\)"):
         states.write(0, [(0, torch.ones(29, 32))], "test")
-    with pytest.raises(
-        ValueError, match=r"document 2 in torch.float16 are not finite; store them in bfloat16"
-    ):
+    with pytest.raises(ValueError, match=r"document 2 in torch.float16 are not finite"):
         states.write(0, [*given[:2], (2, 1e6 * given[2][1])], "test")
     assert states.missing() == [0]
 
