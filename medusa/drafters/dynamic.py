@@ -131,10 +131,11 @@ class DynamicDrafter(LevelDrafter):
         return DraftKind.RANKED if self.suffix_length else super().sampled_kind(wanted)
 
     def _ranked(self, context: DraftContext) -> Draft:
-        expected = nothing_expected(context.root)
         if self.suffix_length:
             expected = continuations(context, self.suffix_length, self.trust, self._source_guesses)
             self._source_guesses = expected.source_guesses
+        else:
+            expected = nothing_expected(context.root)
         if self.has_kernels:
             return self._ranked_by_kernels(context, expected)
         tokens, values, parents, depths = self._candidates(context, expected)  # (B, C) each
