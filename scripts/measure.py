@@ -82,6 +82,8 @@ class Experiment:
     """About what it takes on two cores."""
     before: tuple[str, ...] = ()
     """Commands that make what this one measures; what they print is not kept."""
+    needs: tuple[str, ...] = ()
+    """Files and directories that nothing here makes; without them it does not run."""
     servers: Mapping[str, str] = field(default_factory=dict)
     """Commands of servers that run meanwhile, by name; the command gets ``--servers NAME=URL ...``."""
 
@@ -115,7 +117,7 @@ class Experiment:
 def experiments() -> dict[str, Experiment]:
     """All of them, by name, in the order in which they run."""
     listed = read_yaml(FOLDER / "experiments.yaml")
-    lists = ("code", "before")
+    lists = ("code", "before", "needs")
     return {
         name: Experiment(name, **{**each, **{key: tuple(each[key]) for key in lists if key in each}})
         for name, each in listed.items()
@@ -294,7 +296,7 @@ def write() -> None:
 
 
 def prepare(prompts: Path) -> None:
-    """Every fifth question of MT-bench beside all of them.
+    """Every fifth question of MT-bench beside all of them; and both for a base that continues text.
 
     Raises:
         FileNotFoundError: they are not there.
@@ -304,6 +306,12 @@ def prepare(prompts: Path) -> None:
         raise FileNotFoundError(f"{source} is missing; MEASUREMENTS.md tells where it comes from")
     rows = source.read_text(encoding="utf-8").splitlines(keepends=True)
     (prompts / "mt_bench_16.jsonl").write_text("".join(rows[::5]), encoding="utf-8")
+    continued = [
+        json.dumps({"category": row["category"], "prompt": f"Question: {row['turns'][0]}\nAnswer:"}) + "\n"
+        for row in map(json.loads, rows)
+    ]
+    (prompts / "mt_bench_16_continued.jsonl").write_text("".join(continued[::5]), encoding="utf-8")
+    (prompts / "mt_bench_continued.jsonl").write_text("".join(continued[::2]), encoding="utf-8")
 
 
 def measure(options: MeasureOptions) -> None:
@@ -313,6 +321,10 @@ def measure(options: MeasureOptions) -> None:
         raise ValueError(f"only must name experiments ({', '.join(known)}), got {', '.join(unknown)}")
     due = [each for each in known.values() if (each.name in options.only if options.only else each.is_due)]
     due = [] if options.write else due
+    for each in list(due):
+        if missing := [need for need in each.needs if not (ROOT / need).exists()]:
+            log_console().print(f"{each.name} is left out: {', '.join(missing)} is missing")
+            due.remove(each)
     if any("{prompts}" in command for each in due for command in each.commands):
         prepare(options.prompts)
     with ProgressReporter("measuring") as progress:
