@@ -3,6 +3,7 @@
     python scripts/wide_costs.py sampling     # top-p over 152,000 tokens, plain and with 16 nodes
     python scripts/wide_costs.py prompt       # memory of a prompt of 32,768 tokens at the width of 8B
     python scripts/wide_costs.py vocabulary   # 262,144 tokens: drafting, training, stored states
+    python scripts/wide_costs.py recurrent    # a base that keeps a state: tokens that are read again
 
 Nothing is loaded from files. The last line is one JSON object.
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.console import log_console
@@ -216,7 +217,49 @@ def stored_states(num_layers: int) -> dict[str, float]:
     return {"written": 1000 * megabytes / writing, "read": 1000 * megabytes / reading}
 
 
-COSTS = {"sampling": sampling, "prompt": prompt, "vocabulary": vocabulary}
+# ------------------------------------------------------------------ a base that keeps a state
+
+
+def recurrent() -> dict[str, Any]:
+    """Milliseconds per token at the shape of LFM2 350M: plain, and with drafts of which all are right or some
+    are wrong, after each of which the accepted tokens are read again."""
+    torch.manual_seed(0)
+    kinds = ["conv", "conv", "full_attention"] * 3 + ["conv", "full_attention"] * 3 + ["conv"]
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 6656,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    }
+    config = Lfm2Config(
+        **sizes, num_hidden_layers=16, vocab_size=65_536, layer_types=kinds, eos_token_id=None
+    )
+    model = MedusaModel(Lfm2ForCausalLM(config).eval().requires_grad_(False))
+    ids = torch.randint(0, 65_536, (1, 64), generator=torch.Generator().manual_seed(1))
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 64, "return_dict_in_generate": True}
+    plain: Any = model.generate(ids, **options, drafter="plain")
+    answer = plain.sequences[0, ids.shape[1] :]
+    drafts = {"plain": None, "all drafts right": answer.clone()}
+    for every in (8, 4):
+        drafts[f"every {every}th draft wrong"] = answer.clone()
+        drafts[f"every {every}th draft wrong"][every - 1 :: every] += 1
+    found: dict[str, Any] = {}
+    for name, prediction in drafts.items():
+        times, output = [], plain
+        for _ in range(4):
+            began = time.perf_counter()
+            chosen = {"drafter": "plain"} if prediction is None else {"prediction": prediction}
+            output = model.generate(ids, **options, **chosen)
+            times.append(1000 * (time.perf_counter() - began) / len(answer))
+        assert output.sequences.equal(plain.sequences), "drafts change no token"
+        found[name] = {
+            "ms_per_token": statistics.median(times[1:]),
+            "tokens_per_step": output.statistics.tokens_per_step,
+        }
+    return found
+
+
+COSTS = {"recurrent": recurrent, "sampling": sampling, "prompt": prompt, "vocabulary": vocabulary}
 
 
 @torch.no_grad()
