@@ -13,6 +13,7 @@ where it stopped. One runs at a time; leave the machine alone meanwhile.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import itertools
@@ -101,17 +102,30 @@ class Experiment:
         return read_json(self.path) if self.path.exists() else None
 
     def digest(self) -> str:
-        """Changes with the code that the answer depends on."""
+        """Changes with the code that the answer depends on, and not with its comments and docstrings."""
         digest = hashlib.sha256()
         for part in map(ROOT.joinpath, self.code):
             for file in sorted(each for each in part.rglob("*") if each.is_file() and each.suffix != ".pyc"):
-                digest.update(file.read_bytes())
+                digest.update(statements(file) if file.suffix == ".py" else file.read_bytes())
         return digest.hexdigest()
 
     @property
     def is_due(self) -> bool:
         record = self.record()
         return record is None or record["code"] != self.digest()
+
+
+def statements(module: Path) -> bytes:
+    """The code of a module without comments, docstrings and layout."""
+    tree = ast.parse(module.read_bytes())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = [each for each in node.body if not is_text(each)]
+    return ast.dump(tree).encode()
+
+
+def is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def experiments() -> dict[str, Experiment]:

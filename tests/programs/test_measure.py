@@ -28,7 +28,8 @@ def measure(tmp_path, monkeypatch):
     folder.mkdir()
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "code.py").write_text("one = 1")
-    (tmp_path / "mt_bench.jsonl").write_text("".join(f"{number}\n" for number in range(10)))
+    questions = [{"category": "math", "turns": [f"{number}?"]} for number in range(10)]
+    (tmp_path / "mt_bench.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions))
     (tmp_path / "count.py").write_text(
         "import json, os, sys\n"
         "open('runs', 'a').write(sys.argv[1])\n"
@@ -81,11 +82,27 @@ def test_an_experiment_is_older_than_the_code_when_that_has_changed_and_then_due
     measure.measure(measure.MeasureOptions(prompts=tmp_path))
     page = tmp_path / "MEASUREMENTS.md"
     assert "abc1234)" in page.read_text()
+    (tmp_path / "library" / "code.py").write_text('"""One."""\none = 1  # the same')
+    measure.measure(measure.MeasureOptions(write=True))
+    assert "abc1234)" in page.read_text(), "a comment is no change"
     (tmp_path / "library" / "code.py").write_text("one = 2")
     measure.measure(measure.MeasureOptions(write=True))
     assert "abc1234, **older than the code**)" in page.read_text()
     measure.measure(measure.MeasureOptions(prompts=tmp_path))
     assert (tmp_path / "runs").read_text() == "acbcba" and "abc1234)" in page.read_text()
+
+
+def test_what_an_experiment_needs_is_named_where_it_is_missing_and_the_others_run(measure, tmp_path, capsys):
+    experiments = tmp_path / "measurements" / "experiments.yaml"
+    experiments.write_text(experiments.read_text().replace("a: {", "a: {needs: [heads], "))
+    measure.measure(measure.MeasureOptions(only=("a",), prompts=tmp_path))
+    assert "a is left out: heads is missing" in capsys.readouterr().err
+    assert not (tmp_path / "measurements" / "a.json").exists()
+    (tmp_path / "heads").touch()
+    measure.measure(measure.MeasureOptions(only=("a",), prompts=tmp_path))
+    assert (tmp_path / "measurements" / "a.json").exists()
+    first = (tmp_path / "mt_bench_16_continued.jsonl").read_text().splitlines()[0]
+    assert json.loads(first) == {"category": "math", "prompt": "Question: 0?\nAnswer:"}
 
 
 def test_names_and_prompts_that_are_not_there_are_refused(measure, tmp_path):
