@@ -686,7 +686,9 @@ def test_a_request_runs_or_waits_in_the_metrics_while_its_prompt_is_read(server,
             if server.num_active:
                 seen.append(values["num_requests_running"] + values["num_requests_waiting"])
         asked.result().raise_for_status()
-    assert len(seen) > 2 and set(seen[:-1]) == {1.0}  # the last may be of one that has just ended
+    assert (
+        len(seen) > 4 and seen.count(1.0) >= len(seen) - 2
+    )  # the moments in which it starts and ends may miss it
 
 
 def test_tokens_behind_a_stop_string_are_not_counted_in_the_metrics(server):
