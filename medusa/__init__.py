@@ -8,7 +8,7 @@ Shapes, everywhere in this package:
     S   cache slots of a row         L   depth of a tree + 1
 
 Depth counts from 1; depth 0 is the root token, the base model's own next token. Tensors are float
-unless said otherwise.
+unless said otherwise: "(B, T) long" is a tensor of shape (B, T) and dtype torch.long.
 """
 
 from importlib import import_module

@@ -1,4 +1,5 @@
-"""MedusaModel: a base model, its heads and a tree, with the arguments of ``transformers``' ``generate``."""
+"""MedusaModel: the public interface to decoding. It holds a base model, its heads and its trees; ``generate``
+takes the arguments of ``transformers``' ``generate``."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ class MedusaModel:
         """How decode steps are run, unless a call says otherwise."""
         self.heads = heads
         self.tuned = tuple(tuned)
-        """The trees that were timed on this very runtime, by batch size, for every kind of step."""
+        """The tuned trees for this runtime (device, dtype and engine), smallest batch size first."""
         self.refresh()
         self._tokenizer = tokenizer
         self._tokenizer_source: str | BaseSource = base.name_or_path
@@ -92,42 +93,44 @@ class MedusaModel:
             self._checked_tree(entry.tree)
 
     def refresh(self) -> None:
-        """Take the weights of base and heads as they are now: when they were trained, edited, cast or moved.
+        """Take over the current weights of base and heads, after they were trained, edited, cast or moved.
 
-        Without it, calls are refused after the weights have changed. With ``engine="eager"`` it is called
-        automatically.
+        An engine that holds a copy of the weights refuses calls until then. With ``engine="eager"`` this is
+        called automatically.
 
         Raises:
             ValueError: the engine cannot run the base as it is now.
         """
         state = EngineState(self.base, self.heads, self.engine)
         check_step(self.step, state.runner)
-        # all at once from here on: other threads may be in calls
+        # Assigned together, after all that can fail: other threads may be in calls.
         self._engine_state = state
         self._steps, self._drafters = Steps(state.runner, state.optimized_heads), DrafterFactory(self)
         self._costs = DraftCosts()
-        here = (tuned for tuned in self.tuned if tuned.runtime == self.runtime)
-        self.tuned = tuple(sorted(here, key=lambda tuned: tuned.batch_size))
+        for_this_runtime = (tuned for tuned in self.tuned if tuned.runtime == self.runtime)
+        self.tuned = tuple(sorted(for_this_runtime, key=lambda tuned: tuned.batch_size))
         release_threads()
 
     @property
     def runner(self) -> CausalLM:
-        """The base model as the engine runs it; ``base`` itself when eager."""
+        """The base model as the engine runs it; ``base`` itself when eager. Not to be confused with
+        :class:`medusa.decoding.step.ModelRunner`, which runs passes of it."""
         return self._engine_state.runner
 
     @property
     def optimized_heads(self) -> Heads | None:
-        """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""
+        """The heads as the engine computes them; ``heads`` itself where it has no faster way."""
         return self._engine_state.optimized_heads
 
     @property
     def runtime(self) -> Runtime:
-        """The runtime of this model: a tuned tree is used only where it was timed on the same one."""
+        """Device, dtype and engine of this model. A tuned tree is used only if it was timed with the same
+        three."""
         return self._engine_state.runtime
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles hold the base and the heads; the engine's part is built again."""
-        given = (
+        """Copies and pickles hold the constructor's arguments; the engine's part is built again."""
+        arguments = (
             self.base,
             self.heads,
             self._default_tree,
@@ -136,7 +139,7 @@ class MedusaModel:
             self.tuned,
             self.step,
         )
-        return type(self), given
+        return type(self), arguments
 
     @classmethod
     def from_pretrained(
@@ -152,8 +155,8 @@ class MedusaModel:
     ) -> MedusaModel:
         """Load a base model and its heads, and the adapter that the heads were trained with, if any.
 
-        Heads of joint training belong to the adapted base: it is what ``base`` then is, and the output is
-        exactly its own.
+        Heads of joint training come with an adapter. Then :attr:`base` is the base with this adapter, and the
+        output is exactly that model's.
 
         Args:
             base: a path, a hub id, the name of the embedded base (:mod:`medusa.assets`), or a model already
@@ -219,16 +222,16 @@ class MedusaModel:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer that was given, else the one from where the base comes, loaded when first asked for.
-        None for a base without a name, as one that was made from a configuration is.
+        """The tokenizer that was given, else the base's own, loaded at first use. None if none was given and
+        the base has no ``name_or_path``, such as a model built from a configuration.
 
         Raises:
-            ValueError: there is no tokenizer.
+            ValueError: the base's own cannot be loaded.
         """
-        home = self._tokenizer_source
-        if self._tokenizer is None and home:
+        source = self._tokenizer_source
+        if self._tokenizer is None and source:
             try:
-                self._tokenizer = load_tokenizer(home)
+                self._tokenizer = load_tokenizer(source)
             except (OSError, ValueError) as error:
                 raise ValueError(
                     f"no tokenizer could be loaded from {self.base.name_or_path!r}, where the base comes "
@@ -238,20 +241,20 @@ class MedusaModel:
 
     @property
     def tree(self) -> CandidateTree:
-        """The candidate tree of a single row."""
+        """The candidate tree of a call with one row; see :meth:`tree_for`."""
         return self.tree_for(1)
 
     def tree_for(self, batch_size: int, step: StepKind | None = None) -> CandidateTree:
-        """The candidate tree of a call with ``batch_size`` rows, in steps of kind ``step``, that names none.
+        """The candidate tree of a call that names none, with ``batch_size`` rows and steps of kind ``step``.
 
-        The tree tuned on this device, in this precision, with this engine, as :func:`chosen_for` says; where
-        none was tuned here, the default tree. Whichever it is, the tokens are the same.
+        It is the tree that was tuned for this runtime, as :func:`chosen_for` chooses; the default tree where
+        none was tuned. The tokens do not depend on it.
         """
         tuned = chosen_for(self.tuned, batch_size, step or self.step)
         return self._default_tree if tuned is None else tuned
 
     def drafter_for(self, batch_size: int) -> Drafter:
-        """A new drafter as for a call with ``batch_size`` rows that names none: see
+        """A new drafter, the one that a call with ``batch_size`` rows uses if it names none: see
         :meth:`medusa.drafters.registry.DrafterFactory.default`."""
         return self._drafters.default(batch_size)
 
@@ -281,8 +284,8 @@ class MedusaModel:
             eagle3: for "eagle3": an EAGLE-3 head, a heads directory, a hub id or a loaded checkpoint.
 
         Raises:
-            ValueError: no such drafter, or it lacks something or cannot fill ``tree``; or a setting is out of
-                bounds or none of this drafter's.
+            ValueError: there is no such drafter, it lacks something, or it cannot fill ``tree``; or a setting
+                is out of bounds, or this drafter does not read it.
         """
         given: dict[str, Any] = {"draft_model": draft_model, "eagle3": eagle3}
         settings = DrafterSettings(draft_length, draft_width, exit_layer=exit_layer, **given)
@@ -347,15 +350,15 @@ class MedusaModel:
 
         Args:
             inputs: prompts (B, T) long, left-padded; or ``input_ids=`` with ``attention_mask=``.
-            seed: an int (row r draws from stream seed + r) or one per row; None draws one from torch's
-                global generator. Only sampling reads it.
+            seed: an int (row r is sampled with seed + r) or one per row; None draws one from torch's global
+                generator. Only sampling reads it.
             tree: the candidate tree, filled by ``drafter`` or by default by the heads;
                 ``CandidateTree.chain(0)`` is plain decoding.
             drafter: a drafter object (:meth:`make_drafter`) or a name ("suffix"). Default:
                 ``drafter_for(batch_size)``. With a lossy or sampled ``acceptance`` rule the default is the
-                heads in :meth:`tree_for`, or in a chain of the same depth if the rule takes chains. Where
-                neither tree nor drafter is named and the base is float32, drafting stops while it does not
-                pay (:mod:`medusa.decoding.adaptive`).
+                heads in :meth:`tree_for`, or in a chain of the same depth if the rule takes only chains.
+                Where neither tree nor drafter is named and the base is float32, drafting pauses while it does
+                not pay (:mod:`medusa.decoding.adaptive`).
             acceptance: "exact"; "typical", which is LOSSY; or a rule for drafters that sample
                 ("token", "block", ...; see ``medusa.acceptance.rules``).
             step: how steps are run, for this call; the tokens are the same.
@@ -387,8 +390,8 @@ class MedusaModel:
         statistics: DecodingStatistics | None = None,
         **kwargs: Any,
     ) -> Iterator[StepResult]:
-        """The same tokens as :meth:`generate`, one step at a time; ``statistics`` is filled as it goes.
-        With another ``step`` than "general", steps come in bursts on a GPU."""
+        """The same tokens as :meth:`generate`, one step at a time; ``statistics`` is filled as it goes. With
+        ``step="static"`` or "captured" on a GPU, the results of several steps arrive at once."""
         options = _Options(seed, tree, drafter, acceptance, step, prediction, corpus)
         return self._decoded(self._call_transformers(inputs, kwargs), options, statistics)
 
@@ -398,17 +401,17 @@ class MedusaModel:
         *,
         plain: bool = False,
     ) -> Batch:
-        """A batch that requests (:meth:`request`) join and leave between steps; see
+        """A batch for continuous batching: requests (:meth:`request`) join and leave it between steps; see
         :mod:`medusa.decoding.batch`.
 
-        The drafter and its tree follow the number of rows, and guessing pauses where it does not pay.
+        The drafter and its tree change with the number of rows, and drafting pauses while it does not pay.
 
         Args:
             limits: the limits of the batch.
             plain: draft nothing; the tokens are the same.
 
         Raises:
-            ValueError: this model's steps are static or captured: of one shape for a whole answer.
+            ValueError: this model's steps are static or captured, whose shape is fixed for a whole answer.
         """
         check_step(self.step, self.runner)
         heads = None if plain else self.heads
@@ -417,12 +420,12 @@ class MedusaModel:
         if not self._engine_state.is_current():
             self.refresh()
         runner = self._steps.runner_of_many(self.step, () if heads is None else heads.aux_layers)
-        drafters, kind = self._drafters, self.step
+        factory, step = self._drafters, self.step
         in_float32 = multiplies_in_float32(self.base.dtype, self.device)
 
-        def make_drafter(num_rows: int, copies: bool) -> tuple[Drafter, AdaptiveDrafting | None]:
-            drafter = drafters.make("plain") if plain else drafters.default(num_rows, kind, copies)
-            return drafter, self._costs.adaptive(drafter, in_float32, kind, num_rows)
+        def make_drafter(num_rows: int, has_references: bool) -> tuple[Drafter, AdaptiveDrafting | None]:
+            drafter = factory.make("plain") if plain else factory.default(num_rows, step, has_references)
+            return drafter, self._costs.adaptive(drafter, in_float32, step, num_rows)
 
         trees = (self._default_tree, *(entry.tree for entry in self.tuned))
         return Batch(
@@ -444,10 +447,11 @@ class MedusaModel:
         corpus: SuffixCorpus | None = None,
         **kwargs: Any,
     ) -> DecodeRequest:
-        """A request for :meth:`continuous_batch`, from the arguments of :meth:`generate`: (1, T) long inputs.
+        """A request for :meth:`continuous_batch`, from the arguments of :meth:`generate`; ``inputs`` are
+        (1, T) long.
 
-        ``num_logprobs`` asks for the base's own log-probability of each token and of that number of likeliest
-        ones.
+        ``num_logprobs`` asks for the base's log-probability of each token, and of this number of the most
+        likely tokens in its place.
         """
         request = decode_request(self.base, seed=seed, **self._call_transformers(inputs, kwargs))
         request = replace(request, num_logprobs=num_logprobs)
@@ -504,7 +508,8 @@ class MedusaModel:
         )
 
     def _call_transformers(self, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that ``transformers``' ``generate`` passes to a decoding method."""
+        """The arguments that ``transformers``' ``generate`` passes to a decoding method: the configuration
+        merged, processors and stopping criteria built."""
         check_arguments(arguments)
         arguments = with_stop_strings(arguments, self.base, lambda: self.tokenizer)
         return self.base.generate(
@@ -520,7 +525,7 @@ class MedusaModel:
         statistics: DecodingStatistics | None,
         is_streamed: bool = True,
     ) -> Iterator[StepResult]:
-        """The one way to the decode loop."""
+        """Build the request, the drafter and a batch, and decode. All public calls come through here."""
         request = decode_request(self.base, seed=options.seed, acceptance=options.acceptance, **call)
         request = self._with_references(request, options.prediction, options.corpus)
         if len(request.tokens) > 1 and is_recurrent(self.base):
@@ -531,17 +536,16 @@ class MedusaModel:
             )
         if not self._engine_state.is_current():
             self.refresh()
-        guard = self._engine_state.staleness_check()
-        kind = options.step or self.step
+        staleness_check = self._engine_state.staleness_check()
         drafter = self._drafter(options, request)
         adaptive = self._adaptive(options, request, drafter)
-        plan = self._steps.plan(kind, drafter, request)
+        plan = self._steps.plan(options.step or self.step, drafter, request)
         statistics = DecodingStatistics() if statistics is None else statistics
         statistics.setup_seconds += plan.setup_seconds
         batch = Batch(
             plan.runner,
             lambda *_: (drafter, adaptive),
-            guard,
+            staleness_check,
             statistics=statistics,
             static=plan.static,
             needs_features=drafter.needs_features,
@@ -551,7 +555,7 @@ class MedusaModel:
     def _joined(
         self, call: dict[str, Any], options: _Options, streamer: BaseStreamer | None
     ) -> Tensor | MedusaOutput:
-        """The steps joined to what ``generate`` returns."""
+        """Run all steps, and join their tokens to what ``generate`` returns."""
         input_ids, config = call["input_ids"].long(), call["generation_config"]
         if streamer is not None and len(input_ids) > 1:
             raise ValueError(f"streamer works with batch size 1, got {len(input_ids)} rows; use stream()")
@@ -573,7 +577,9 @@ class MedusaModel:
         return MedusaOutput(sequences=cast(torch.LongTensor, sequences), statistics=statistics)
 
     def _drafter(self, options: _Options, request: DecodeRequest) -> Drafter:
-        tree, drafter, kind = options.tree, options.drafter, options.step or self.step
+        """The drafter of this call: the one that it names, else the fastest where the rule is exact, else the
+        heads in a tree or chain that the rule takes, else none."""
+        tree, drafter, step = options.tree, options.drafter, options.step or self.step
         num_rows = len(request.tokens)
         self._check_shape(tree)
         if drafter is not None and not isinstance(drafter, str):
@@ -581,7 +587,7 @@ class MedusaModel:
                 return drafter
             return drafter.with_tree(tree) if tree.depth else self._drafters.make("plain")
         if drafter is None and tree is None and request.is_exact:
-            return self._drafters.default(num_rows, kind, bool(request.references))
+            return self._drafters.default(num_rows, step, bool(request.references))
         only_chain = request.rule is not None and request.rule.only_chains and tree is None
         if drafter is None and tree is None and self.heads is None:
             drafter = "plain"
@@ -589,10 +595,10 @@ class MedusaModel:
             self._checked_tree(tree)
             drafter = "heads"
             if only_chain:
-                tree = CandidateTree.chain(self.tree_for(num_rows, kind).depth)
-        if tree is None and self._drafters.is_idle(drafter, num_rows, kind):
+                tree = CandidateTree.chain(self.tree_for(num_rows, step).depth)
+        if tree is None and self._drafters.is_idle(drafter, num_rows, step):
             drafter = "plain"
-        return self._drafters.make(drafter, tree, num_rows=num_rows, step=kind, only_chain=only_chain)
+        return self._drafters.make(drafter, tree, num_rows=num_rows, step=step, only_chain=only_chain)
 
     def _adaptive(
         self, options: _Options, request: DecodeRequest, drafter: Drafter
@@ -601,11 +607,12 @@ class MedusaModel:
         depends on the drafts."""
         if options.tree is not None or options.drafter is not None or not request.is_exact:
             return None
-        kind, num_rows = options.step or self.step, len(request.tokens)
+        step, num_rows = options.step or self.step, len(request.tokens)
         in_float32 = multiplies_in_float32(self.base.dtype, self.device)
-        return self._costs.adaptive(drafter, in_float32, kind, num_rows)
+        return self._costs.adaptive(drafter, in_float32, step, num_rows)
 
     def _checked_tree(self, tree: CandidateTree | None) -> CandidateTree:
+        """``tree``, which the heads must be able to fill; by default a chain over all heads."""
         if tree is None:
             return CandidateTree.chain(0 if self.heads is None else self.heads.num_heads)
         self._check_shape(tree)
@@ -613,6 +620,7 @@ class MedusaModel:
         return tree
 
     def _check_shape(self, tree: CandidateTree | None) -> None:
+        """Raise ValueError if ``tree`` branches and the base is recurrent."""
         if tree is not None and not tree.is_chain and is_recurrent(self.base):
             raise ValueError(
                 f"tree must be a chain for {type(self.base).__name__}, which keeps a state and so follows "

@@ -1,10 +1,12 @@
-"""Medusa decoding in one screen: what everything else here does faster, for batches and for every model.
+"""Medusa decoding in one short file: what everything else here does faster, for batches and for every model.
 
-One row, plain tensors, a base with full attention, and heads that read its last hidden state (and the tokens
-of their path). :func:`generate` is the whole algorithm of arXiv 2401.10774 with the exact acceptance rule.
-Start reading here. The tests hold the library to it.
+One row, plain tensors, a base with full attention, and heads that read its last hidden state (and, with
+``reads_path``, the draft tokens above). :func:`generate` is the whole algorithm of arXiv 2401.10774 with the
+exact acceptance rule. Start reading here. The tests compare the library with it.
 
-Shapes: N nodes of the candidate tree, S tokens in the cache, D hidden size, V vocabulary.
+Shapes: T tokens of the prompt, S tokens in the cache, N nodes of the candidate tree, M of them at one depth,
+D hidden size, V vocabulary, V' tokens that the heads score (V, or fewer with a ``token_map``).
+"(N,) long" is a tensor of shape (N,) and dtype torch.long.
 """
 
 from __future__ import annotations
@@ -34,19 +36,20 @@ def generate(
 ) -> tuple[list[int], int]:
     """The answer of ``base`` to ``prompt`` (T,) long, and how many forward passes it took after the prompt.
 
-    The answer is what decoding one token at a time gives, whatever the heads guess: a guess stays only if it
-    is the token that the base chooses there. The next token is the argmax of score + noise, where the noise
-    is a fixed function of (seed, position), so sampling is as deterministic as greedy decoding.
+    The answer is what decoding one token at a time gives, whatever the heads guess: a guess is accepted only
+    if it is the token that the base chooses there. To sample, the base takes the argmax of logits plus Gumbel
+    noise. The noise is a fixed function of (seed, position), so sampling is as deterministic as greedy
+    decoding.
     """
     cache, text = DynamicCache(), prompt.tolist()
     hidden, logits = forward(base, cache, prompt, torch.arange(len(prompt)), causal_mask(len(prompt)))
     text.append(choose(logits[-1], temperature, seed, len(text)))  # the root token: always right
-    hidden, num_steps = hidden[-1], 0  # (D,): the state that chose the root
+    hidden, num_steps = hidden[-1], 0  # (D,): the root was chosen from its logits
     while len(text) < len(prompt) + max_new_tokens and text[-1] not in end_ids(base):
         num_committed = len(text) - 1  # all but the root are in the cache
         # 1. Draft: fill the tree. Node 0 is the root token; a node at depth d holds a guess of head d.
         tokens = draft(heads, base, tree, hidden, text, temperature, seed)  # (N,)
-        # 2. Verify: one forward pass over all nodes. A node sees the text, its ancestors and itself.
+        # 2. Verify: one forward pass over all nodes. A node attends to the text, its ancestors and itself.
         depths = torch.tensor([len(path) for path in tree.paths])  # (N,)
         mask = tree_mask(tree, num_committed)  # (N, S + N)
         states, logits = forward(base, cache, tokens, num_committed + depths, mask)  # (N, D), (N, V)
@@ -71,22 +74,25 @@ def draft(
     temperature: float,
     seed: int,
 ) -> Tensor:
-    """Tokens (N,) long of the tree below the last token of ``text``.
+    """The tokens (N,) long of the tree, whose root is the last token of ``text``.
 
-    The node at path (r1, ..., rd) holds the rd-th best token of head d, given the state ``hidden`` (D,) and,
-    for heads that read their path, the tokens above it. Above temperature 0 the noise, which will choose the
-    token, takes part (Gumbel coupling, arXiv 2408.07978): guesses that know it are right more often.
+    The node at path (r1, ..., rd) holds the token of rank rd (0 is the best) of head d, given the state
+    ``hidden`` (D,) and, for heads that read their path, the tokens above the node. Above temperature 0 the
+    noise with which the base will choose the token is added to the head's scores too, so that head and base
+    agree more often (Gumbel coupling, arXiv 2408.07978).
     """
     tokens = torch.zeros(tree.num_nodes, dtype=torch.long)
     tokens[0] = text[-1]
     for depth in range(1, tree.depth + 1):
         nodes = [node for node, path in enumerate(tree.paths) if len(path) == depth]
+        # The tokens from the root to each node's parent.
         above = torch.stack([tokens[tree.ancestors(tree.parents[node])] for node in nodes])  # (M, depth)
         states = hidden.expand(len(nodes), -1)  # (M, D)
         scores = heads.logits_of(depth - 1, states, lm_head(base), above)  # (M, V')
         if temperature > 0:
             noise = noise_at(len(text) + depth - 1, seed, vocab_size(base))  # (V,)
             noise = noise if heads.token_map is None else noise[heads.token_map]  # (V',)
+            # beta is the head's weight against the noise.
             scores = HeadsDrafter.beta / temperature * scores + noise
         ranks = torch.tensor([[tree.paths[node][-1]] for node in nodes])  # (M, 1)
         columns = scores.topk(int(ranks.max()) + 1).indices.gather(1, ranks).squeeze(1)  # (M,)
@@ -95,7 +101,7 @@ def draft(
 
 
 def tree_mask(tree: CandidateTree, num_committed: int) -> Tensor:
-    """Which slots each node sees, (N, S + N) bool: the text, its ancestors and itself."""
+    """Which cache slots each node attends to, (N, S + N) bool: the text, its ancestors and itself."""
     mask = torch.zeros(tree.num_nodes, num_committed + tree.num_nodes, dtype=torch.bool)
     mask[:, :num_committed] = True
     for node in range(tree.num_nodes):
@@ -104,17 +110,20 @@ def tree_mask(tree: CandidateTree, num_committed: int) -> Tensor:
 
 
 def causal_mask(length: int) -> Tensor:
-    """Which tokens each token of a prompt sees, (T, T) bool."""
+    """Which tokens each token of a prompt attends to, (T, T) bool."""
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
 def forward(
     base: CausalLM, cache: DynamicCache, tokens: Tensor, positions: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states (N, D) that the LM head reads, and logits (N, V), of tokens (N,) long at
-    positions (N,) long, which see the slots of ``mask`` (N, S + N) bool. The cache then holds N more."""
-    seen: list[Tensor] = []
-    hook = lm_head(base).register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
+    """One forward pass: the input (N, D) of the LM head, and the logits (N, V).
+
+    ``tokens`` (N,) long stand at ``positions`` (N,) long and attend to the cache slots of ``mask``
+    (N, S + N) bool. The pass appends their N keys and values to the cache.
+    """
+    lm_head_inputs: list[Tensor] = []
+    hook = lm_head(base).register_forward_pre_hook(lambda _module, args: lm_head_inputs.append(args[0]))
     blocked = torch.zeros(mask.shape, dtype=base.dtype).masked_fill(~mask, torch.finfo(base.dtype).min)
     try:
         output: Any = base(
@@ -126,19 +135,19 @@ def forward(
         )
     finally:
         hook.remove()
-    return seen[0][0], output.logits[0]
+    return lm_head_inputs[0][0], output.logits[0]
 
 
 def choose(logits: Tensor, temperature: float, seed: int, position: int) -> int:
-    """The token at ``position`` of the text: the argmax of logits (V,), above temperature 0 with Gumbel
-    noise."""
+    """The token at ``position`` of the text: the argmax of logits (V,), plus Gumbel noise above temperature
+    0."""
     if temperature == 0:
         return int(logits.argmax())
     return int((logits / temperature + noise_at(position, seed, len(logits))).argmax())
 
 
 def noise_at(position: int, seed: int, vocab_size: int) -> Tensor:
-    """The noise (V,) that takes part in choosing the token at ``position`` of the text."""
+    """The noise (V,) with which the token at ``position`` of the text is chosen."""
     return gumbel_noise(torch.tensor([seed]), torch.tensor([[position]]), vocab_size)[0, 0]
 
 
@@ -149,8 +158,8 @@ def child_with(tree: CandidateTree, tokens: Tensor, node: int, token: int) -> in
 
 
 def keep_nodes(cache: DynamicCache, num_committed: int, nodes: list[int]) -> None:
-    """Keep the text and the entries of ``nodes`` in the cache. Keys are rotated already, for the position of
-    their depth, so an entry that moves is right as it is."""
+    """Keep the first ``num_committed`` entries of the cache and those of ``nodes``. Keys are stored after
+    their rotary embedding, for the position of their token, so an entry may move to another slot."""
     slots = torch.tensor([*range(num_committed), *(num_committed + node for node in nodes)])
     layers: list[Any] = list(cache.layers)
     for layer in layers:
@@ -158,7 +167,7 @@ def keep_nodes(cache: DynamicCache, num_committed: int, nodes: list[int]) -> Non
 
 
 def ended(answer: list[int], max_new_tokens: int, ends: frozenset[int]) -> list[int]:
-    """``answer`` up to its length, or to the first token that ends it."""
+    """``answer`` cut after ``max_new_tokens`` tokens, or after the first of the tokens ``ends``."""
     for count, token in enumerate(answer[:max_new_tokens], start=1):
         if token in ends:
             return answer[:count]

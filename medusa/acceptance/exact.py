@@ -36,7 +36,7 @@ class Acceptance:
     next_token: Tensor
     """(B,) long: what follows the accepted path; the next root token."""
     is_broken: Tensor | None = None
-    """(B,) bool: a token was chosen from scores that are no numbers; None where nobody has looked."""
+    """(B,) bool: a token was chosen by a NaN score; None if this was not checked."""
 
     def tokens(self, draft_tokens: Tensor) -> Tensor:
         """New tokens of the step, (B, L) long: the accepted drafts, then ``next_token``, repeated."""

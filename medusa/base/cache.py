@@ -1,13 +1,17 @@
 """The key-value cache that takes N tree tokens and keeps the accepted path.
 
-It sits on ``transformers``' cache interface, so every architecture's own attention code fills and
-reads it. Each row stores its committed tokens without padding: slot s holds position s. A forward
-pass over a tree writes its N tokens to the N slots after the row's last committed one;
-:meth:`TreeCache.commit` then moves the accepted path to the front of those and forgets the rest.
-Keys are stored after their rotary embedding, so an entry that moves needs no correction.
+It implements ``transformers``' cache interface, so every architecture's own attention code fills and reads
+it. Each row stores its committed tokens without padding: slot s holds position s. A forward pass over a tree
+writes its N tokens to the N slots after the row's last committed one; :meth:`TreeCache.commit` then moves the
+accepted path to the front of those and drops the rest. Keys are stored after their rotary embedding, for the
+position of their token, so an entry may move to another slot as it is.
 
-Drafters that read the text need its hidden states. They are stored beside the keys and values, and move, grow
-and are copied with them (:meth:`TreeCache.keep_features`).
+Some drafters (EAGLE-3, multi-token prediction) read the base's hidden states of the whole text, its
+*features*. They are stored beside the keys and values, and move, grow and are copied with them
+(:meth:`TreeCache.keep_features`).
+
+Arguments called ``known`` repeat a tensor's numbers as Python ints, where the caller has them: reading the
+tensor would wait for the GPU.
 
 Buffers grow in steps as tokens come, never to the model's maximum context.
 """
@@ -22,19 +26,20 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 GROWTH_STEP = 256
-"""Slots that are added at a time."""
+"""Buffers grow by multiples of this number of slots."""
 READ_STEP = {"cuda": 64}
-"""Slots that a pass reads are a multiple of it, by kind of device: a card's attention is chosen by length,
-and is fastest in whole blocks. It divides :data:`GROWTH_STEP`."""
+"""The number of slots that a pass reads is rounded up to a multiple of this, by type of device: a GPU chooses
+its attention kernel by length, and is fastest on whole blocks. It divides :data:`GROWTH_STEP`."""
 MAX_REPLAY_TOKENS = 12
-"""Tokens to be read again (:attr:`TreeCache.num_replay_tokens`) from which on a step has no drafts."""
+"""From this :attr:`TreeCache.num_replay_tokens` on, a step has no drafts."""
 
 
 @dataclass
 class PassSlots:
-    """The slots of the pass under way, which a cache and its layers share.
+    """The slots of the current forward pass; one object, shared by a cache and its layers.
 
-    Layers that held their cache would keep its memory, in a cycle, until the next full garbage collection.
+    If layers had a reference to their cache instead, this cycle would keep its memory until the next full
+    garbage collection.
     """
 
     slots: Tensor
@@ -42,21 +47,22 @@ class PassSlots:
     num_slots: int = 0
     """How many slots of each row the pass reads."""
     shared_start: int | None = None
-    """The first slot, if it is the same in every row; None: see ``slots``."""
+    """The first of ``slots``, if it is the same in every row, else None."""
     longest: int = 0
     """Committed tokens of the longest row."""
     expected: int = 0
-    """Slots of a row that will be needed soon; growing buffers get room for this number."""
+    """Slots of a row that will be needed soon; a buffer that grows gets room for this number."""
 
 
 class TreeCache(Cache):
-    """Committed tokens of B rows of different lengths; the only place where cache contents change.
+    """Committed tokens of B rows of different lengths; all changes of cache contents are made here.
 
     Per forward pass: :meth:`plan_pass`, the model's forward, then :meth:`commit`.
     """
 
     takes_masks = True
-    """Whether masks of ours say which slots a pass sees; where the model makes them, it reads no others."""
+    """Whether the caller passes the attention mask. If not, the model makes its own, and a pass must read no
+    slots after its own tokens."""
 
     def __init__(self, num_rows: int, num_layers: int, device: torch.device | str):
         self.under_way = PassSlots(torch.zeros(num_rows, 0, dtype=torch.long, device=device))
@@ -71,7 +77,7 @@ class TreeCache(Cache):
 
     @property
     def known_lengths(self) -> list[int]:
-        """``lengths`` on the host; the device is waited for where they were set elsewhere than here."""
+        """``lengths`` on the host; waits for the device only if a caller has set ``lengths``."""
         if self._known[0] is not self.lengths:
             self._known = self.lengths, self.lengths.tolist()
         return self._known[1]
@@ -91,12 +97,12 @@ class TreeCache(Cache):
 
     @property
     def slots(self) -> Tensor:
-        """(B, N) long: where the tokens of the pass under way go."""
+        """(B, N) long: where the tokens of the current pass go."""
         return self.under_way.slots
 
     @property
     def num_slots(self) -> int:
-        """How many slots of each row the pass under way reads."""
+        """How many slots of each row the current pass reads."""
         return self.under_way.num_slots
 
     @property
@@ -105,44 +111,46 @@ class TreeCache(Cache):
 
     @property
     def num_replay_tokens(self) -> int:
-        """Committed tokens that the next pass reads again, of the row that has most: none where all that is
-        kept of a text is keys and values."""
+        """Committed tokens that the next pass must run again, of the row with most of them. Always 0 here;
+        only recurrent states need it (:mod:`medusa.base.recurrent`)."""
         return 0
 
     @property
     def rows_needing_recheck(self) -> list[int]:
-        """Rows whose recurrent state was computed by the multi-token algorithm in this pass (empty for
-        attention-only models)."""
+        """Rows whose recurrent state was computed by the multi-token algorithm in this pass. Always empty
+        here; see :mod:`medusa.base.recurrent`."""
         return []
 
     @property
     def _kept_layers(self) -> list[TreeCacheLayer]:
+        """The layers, and the features as one more layer."""
         return [*self.tree_layers, self._features]
 
     @property
     def num_bytes(self) -> int:
-        """Memory held by keys, values and features, room for further rows included."""
+        """Bytes of all buffers of keys, values and features, unused slots and rows included."""
         return sum(buffer.nbytes for layer in self._kept_layers for buffer in layer.buffers)
 
     @property
     def bytes_per_token(self) -> int:
-        """Memory that keys, values and features of one token of one row take."""
+        """Bytes of the keys, values and features of one token of one row."""
         entries = [each for layer in self._kept_layers for each in layer.entries]
         return sum(each.shape[1] * each.shape[3] * each.element_size() for each in entries)
 
     def expect(self, num_slots: int) -> None:
-        """Have buffers that grow get room for ``num_slots`` tokens of a row at once: for a long prompt."""
+        """Have the next growth of a buffer make room for ``num_slots`` tokens of a row at once, for a long
+        prompt."""
         self.under_way.expected = num_slots
 
     @property
     def features(self) -> Tensor | None:
-        """(B, S, D): the states of all committed tokens, where :meth:`keep_features` kept them."""
+        """(B, S, D): the hidden states of all committed tokens, if :meth:`keep_features` stored them."""
         entries = self._features.entries
         return entries[0][:, 0, : self.longest] if entries else None
 
     def keep_features(self, states: Tensor, lengths: Tensor, longest: int) -> None:
-        """Keep ``states`` (B, N, D) of the tokens after the first ``lengths`` (B,) long of each row, at most
-        ``longest``: of the running pass, or of committed tokens."""
+        """Store hidden states ``states`` (B, N, D), in each row from slot ``lengths`` (B,) long on, at most
+        ``longest``. They belong to the current pass, or to committed tokens."""
         layer, states = self._features, states[:, None]
         if not layer.is_initialized:
             layer.lazy_initialization(states, states[..., :0])
@@ -156,26 +164,27 @@ class TreeCache(Cache):
         return max((layer.capacity for layer in self.tree_layers), default=0)
 
     def plan_pass(self, num_nodes: int, first_node: int = 0) -> None:
-        """Announce a pass over ``num_nodes`` tokens per row, the nodes of a tree from ``first_node`` on.
+        """Set the slots of a pass over ``num_nodes`` tokens per row, the nodes of a tree from ``first_node``
+        on.
 
         Nodes before ``first_node`` must have been run since the last commit.
         """
         nodes = torch.arange(first_node, first_node + num_nodes, device=self.lengths.device)
         self.under_way.slots = self.lengths[:, None] + nodes
-        step = READ_STEP.get(self.lengths.device.type, 1) if self.takes_masks else 1
-        self.under_way.num_slots = -(-(self.longest + first_node + num_nodes) // step) * step
+        multiple = READ_STEP.get(self.lengths.device.type, 1) if self.takes_masks else 1
+        self.under_way.num_slots = -(-(self.longest + first_node + num_nodes) // multiple) * multiple
         same_length = self.num_rows == 1 or all(each == self.longest for each in self.known_lengths)
         self.under_way.shared_start = self.longest + first_node if same_length else None
 
     def commit(
         self, path: Tensor, num_kept: Tensor, is_chain: bool = False, known: list[list[int]] | None = None
     ) -> None:
-        """Keep the first ``num_kept`` (B,) long nodes of ``path`` (B, L) long; forget the pass's other nodes.
-        ``known`` are these nodes of each row, where the host has them: then no device is waited for.
+        """Keep the first ``num_kept`` (B,) long nodes of ``path`` (B, L) long; drop the pass's other nodes.
+        ``known`` are the kept nodes of each row.
 
-        Where any kept node must move, all L entries are moved, whatever ``num_kept`` is: the surplus is past
-        the row's end, where the next pass overwrites it. ``is_chain`` says that the pass was a chain
-        (:attr:`medusa.trees.candidate_tree.TreeTopology.is_chain`), whose paths are in order.
+        If any kept node must move, all L entries are moved, whatever ``num_kept`` is: the surplus is past the
+        row's end, where the next pass overwrites it. ``is_chain`` says that the pass was a chain
+        (:attr:`medusa.trees.candidate_tree.TreeTopology.is_chain`), in which nothing has to move.
         """
         if known is None:
             rows = zip(path.tolist(), num_kept.tolist(), strict=True)
@@ -186,7 +195,7 @@ class TreeCache(Cache):
 
     def _move(self, path: Tensor) -> None:
         """Put the nodes of ``path`` (B, L) long in order, after each row's last committed token."""
-        path = path[:, : self.slots.shape[1]]  # a tree said to be deeper than it has nodes has longer paths
+        path = path[:, : self.slots.shape[1]]  # L comes from a bound on the depth, which may exceed the nodes
         in_order = torch.arange(path.shape[1], device=path.device)
         source, target = self.lengths[:, None] + path, self.lengths[:, None] + in_order
         self._move_entries(source, target)
@@ -197,20 +206,20 @@ class TreeCache(Cache):
             layer.move(source, target)
 
     def commit_prefix(self, num_kept: Tensor, known: list[int] | None = None) -> None:
-        """Keep the first ``num_kept`` (B,) long tokens of the pass, as a prompt is kept; ``known`` are the
-        same numbers, where the host has them."""
+        """Keep the first ``num_kept`` (B,) long tokens of the pass, as for a prompt; ``known`` are the same
+        numbers."""
         known = num_kept.tolist() if known is None else known
         sums = [length + kept for length, kept in zip(self.known_lengths, known, strict=True)]
         self._set_lengths(self.lengths + num_kept, sums)
 
     def uncommit_last(self) -> None:
-        """Make each row's last committed token node 0 of the tree to come, as if it were not committed."""
+        """Take each row's last committed token back: it is to be node 0 of the next tree."""
         self._set_lengths(self.lengths - 1, [each - 1 for each in self.known_lengths])
 
     def keep_rows(self, rows: Tensor) -> None:
         """Drop all rows but ``rows`` (B',) long, in that order."""
         sources = rows.tolist()
-        # Moved one after the other, no row is overwritten before it was moved.
+        # If so, moving row after row overwrites no row that is still to be moved.
         in_place = all(source >= row for row, source in enumerate(sources))
         for layer in self._kept_layers:
             if in_place:
@@ -221,9 +230,10 @@ class TreeCache(Cache):
         self._set_lengths(self.lengths[rows], [known[source] for source in sources])
 
     def join(self, other: TreeCache, most_rows: int = 0) -> None:
-        """Append the rows of ``other``, of the same base.
+        """Append the rows of ``other``, a cache of the same base.
 
-        Buffers that must grow get room for twice the number of rows, but for at most ``most_rows``.
+        Buffers that must grow get room for twice the number of rows, but not for more than ``most_rows``
+        unless that many join.
         """
         longest = max(self.longest, other.longest)
         for layer, theirs in zip(self._kept_layers, other._kept_layers, strict=True):
@@ -232,7 +242,7 @@ class TreeCache(Cache):
         self._set_lengths(torch.cat([self.lengths, other.lengths]), known)
 
     def copy_of_row(self, row: int, length: int) -> TreeCache:
-        """A cache of its own with the first ``length`` committed tokens of ``row``."""
+        """A new cache of one row, with the first ``length`` committed tokens of ``row``."""
         copied = self._empty_row()
         copied.num_positions = self.num_positions
         copied._set_lengths(copied.lengths + length, [length])
@@ -243,12 +253,12 @@ class TreeCache(Cache):
         return copied
 
     def _empty_row(self) -> TreeCache:
-        """A cache of this kind for one row."""
+        """A new, empty cache of this kind for one row."""
         return TreeCache(1, len(self.tree_layers), self.lengths.device)
 
     def clear_uncommitted(self) -> None:
-        """Set all slots without a committed token to zero: a masked slot is multiplied by 0, which gives NaN
-        where it is not finite."""
+        """Set all slots without a committed token to zero. Attention multiplies masked slots by 0, which
+        gives NaN for entries that are not finite."""
         for layer in self._kept_layers:
             for entries, buffer in zip(layer.entries, layer.buffers, strict=True):
                 slots = torch.arange(entries.shape[2], device=entries.device)
@@ -257,19 +267,19 @@ class TreeCache(Cache):
                 buffer[len(entries) :] = 0
 
     def trim(self) -> None:
-        """Give back the slots that no committed token needs, and the room for further rows."""
+        """Free the slots that no committed token needs, and the room for further rows."""
         for layer in self._kept_layers:
             layer.set_buffers([entries[:, :, : self.longest].clone() for entries in layer.entries])
 
 
 class FixedTreeCache(TreeCache):
-    """A cache that every pass reads to its last slot, so that no shape depends on how long the rows are.
+    """A cache for static steps: every pass reads all of its slots, so no shape depends on the rows' lengths.
 
-    Tensors stay where they are until :meth:`reserve`, and nothing here asks the device for a number, so a
-    pass may be compiled or captured. ``longest`` is from the last :meth:`load`.
+    Tensors keep their address until :meth:`reserve`, and a pass and its commit read no tensor on the host, so
+    they may be compiled or captured in a CUDA graph. ``longest`` is as of the last :meth:`load`.
 
-    Where all layers are alike, their keys and values are parts of one tensor, so that an accepted path moves
-    in two operators and not in four a layer.
+    If all layers have the same shape, their keys and values are parts of one tensor, so that moving an
+    accepted path takes two operators in all, in place of four per layer.
     """
 
     def __init__(self, num_rows: int, num_layers: int, device: torch.device | str):
@@ -278,11 +288,11 @@ class FixedTreeCache(TreeCache):
 
     @property
     def known_lengths(self) -> list[int]:
-        """Read anew each time: passes change ``lengths`` in place."""
+        """Waits for the device each time: passes change ``lengths`` in place."""
         return self.lengths.tolist()
 
     def load(self, source: TreeCache) -> None:
-        """Hold what ``source`` has committed, which must fit the reserved slots."""
+        """Copy what ``source`` has committed, which must fit the reserved slots."""
         self.longest, self.num_positions = source.longest, source.num_positions
         self.lengths.copy_(source.lengths)
         # a layer that reads another's keys and values, as in Gemma 3n, has none of its own
@@ -296,7 +306,7 @@ class FixedTreeCache(TreeCache):
                 entries[:, :, : source.longest] = given[:, :, : source.longest]
 
     def reserve(self, num_slots: int) -> None:
-        """Have every pass read ``num_slots`` slots; buffers that are shorter grow, and so move."""
+        """Have every pass read ``num_slots`` slots; shorter buffers are replaced by longer ones."""
         self.under_way.num_slots = num_slots
         entries = [each for layer in self.tree_layers for each in layer.entries]
         if num_slots <= min((each.shape[2] for each in entries), default=num_slots):
@@ -306,7 +316,7 @@ class FixedTreeCache(TreeCache):
             for layer in self.tree_layers:
                 layer.reserve(num_slots)
             return
-        ((*rows_and_heads, width, _, _),) = kinds
+        ((*rows_and_heads, width, _, _),) = kinds  # the only one: all layers have the same shape
         self._joint = _zeros(entries[0], (len(entries), *rows_and_heads, _rounded_up(num_slots), width))
         for part, each in zip(self._joint, entries, strict=True):
             part[:, :, : each.shape[2]] = each
@@ -334,14 +344,15 @@ class FixedTreeCache(TreeCache):
     def commit(
         self, path: Tensor, num_kept: Tensor, is_chain: bool = False, known: list[list[int]] | None = None
     ) -> None:
-        """As :meth:`TreeCache.commit`, and all L entries move unless the pass was a chain."""
+        """As :meth:`TreeCache.commit`, but ``known`` is not read: unless the pass was a chain, all L entries
+        move."""
         if not is_chain:
             self._move(path)
         self.lengths.add_(num_kept)
 
 
 class TreeCacheLayer(CacheLayerMixin):
-    """Keys and values of one attention layer."""
+    """Keys and values of one attention layer. Methods without a docstring are ``transformers``' interface."""
 
     is_sliding = False
 
@@ -349,12 +360,14 @@ class TreeCacheLayer(CacheLayerMixin):
         super().__init__()
         self.under_way = under_way
         self.buffers: list[Tensor] = []
-        """Keys and values, (B or more, heads, capacity, head dimension) each; empty before the first pass."""
+        """Keys and values, (B or more, heads, capacity, width) each, where width is the head dimension; empty
+        before the first pass."""
         self.entries: list[Tensor] = []
-        """Their first B rows."""
+        """Their first B rows, which are in use; views of ``buffers``."""
 
     @property
     def capacity(self) -> int:
+        """Slots of each row that are allocated."""
         return self.entries[0].shape[2] if self.entries else 0
 
     def set_buffers(self, buffers: list[Tensor], num_rows: int | None = None) -> None:
@@ -367,7 +380,8 @@ class TreeCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write this pass's keys and values (B, heads, N, width); return all that the pass may read."""
+        """Write this pass's keys and values (B, heads, N, width); return those that the pass reads, its own
+        included, (B, heads, num_slots, width) each."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         num_slots = self.under_way.num_slots
@@ -382,8 +396,8 @@ class TreeCacheLayer(CacheLayerMixin):
         return keys[:, :, :num_slots], values[:, :, :num_slots]
 
     def reserve(self, num_slots: int) -> None:
-        """Make room for ``num_slots`` slots, keeping the stored entries. Growing gives up room for more
-        rows."""
+        """Make room for ``num_slots`` slots; the stored entries are kept. A buffer that grows loses its room
+        for further rows."""
         if self.entries and num_slots > self.capacity:
             wanted = max(num_slots, self.under_way.expected)
             used = min(self.capacity, max(self.under_way.num_slots, self.under_way.longest))
@@ -397,7 +411,7 @@ class TreeCacheLayer(CacheLayerMixin):
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots ``source`` (B, L) long to ``target`` (B, L) long of each row."""
         for entries in self.entries:
-            if len(entries) == 1:  # half the time of the general way
+            if len(entries) == 1:  # takes half the time of gather and scatter
                 taken = entries.index_select(2, source[0].to(entries.device))
                 entries.index_copy_(2, target[0].to(entries.device), taken)
             else:
@@ -405,7 +419,8 @@ class TreeCacheLayer(CacheLayerMixin):
                 entries.scatter_(2, _along_entries(target, entries), taken)
 
     def move_rows(self, sources: list[int], num_slots: int) -> None:
-        """Have row ``sources[r]`` in row r, for each r in turn, as far as ``num_slots``; drop the rest."""
+        """Copy the first ``num_slots`` slots of row ``sources[r]`` to row r, for each r in turn; drop all
+        further rows."""
         for row, source in enumerate(sources):
             if source != row:
                 for buffer in self.buffers:
@@ -413,7 +428,7 @@ class TreeCacheLayer(CacheLayerMixin):
         self.set_buffers(self.buffers, len(sources))
 
     def join(self, other: TreeCacheLayer, their_slots: int, num_slots: int, most_rows: int) -> None:
-        """Append the rows of ``other``, ``their_slots`` slots each."""
+        """Append the rows of ``other``, ``their_slots`` slots each, with room for ``num_slots`` slots."""
         if not other.is_initialized:
             return
         self.reserve(num_slots)
@@ -442,7 +457,7 @@ def _along_entries(slots: Tensor, entries: Tensor) -> Tensor:
 
 
 def _with_rows(entries: Tensor, num_rows: int) -> Tensor:
-    """``entries`` (B, heads, capacity, width) at the head of a buffer of ``num_rows`` rows."""
+    """A buffer of ``num_rows`` rows that begins with ``entries`` (B, heads, capacity, width)."""
     buffer = _zeros(entries, (num_rows, *entries.shape[1:]))
     buffer[: len(entries)] = entries
     return buffer
@@ -453,8 +468,10 @@ def _rounded_up(num_slots: int) -> int:
 
 
 def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Zeros of the type and place of ``like``. On a CPU they take memory once they are written to."""
+    """Zeros of ``shape``, with the dtype and device of ``like``. On a CPU they take physical memory only once
+    they are written to."""
     if like.device.type != "cpu" or not shape[-1]:
         return like.new_zeros(shape)
-    bits = np.zeros((*shape[:-1], shape[-1] * like.element_size()), dtype=np.uint8)  # calloc: not written to
+    # numpy allocates zeros with calloc, which does not touch the memory.
+    bits = np.zeros((*shape[:-1], shape[-1] * like.element_size()), dtype=np.uint8)
     return torch.from_numpy(bits).view(like.dtype)

@@ -1,13 +1,13 @@
 """The decode loop: continuous batching of the rows of one base model.
 
-A request waits, is prefilled a chunk at a time in turns with the decode steps of the others, joins them, and
+A request waits, is prefilled in chunks that alternate with the decode steps of the others, joins them, and
 leaves when it ends or is cancelled. ``generate`` and ``stream`` are a batch with one request of B rows, which
 no other joins (:meth:`Batch.start`, :func:`decode`). Each row has its own length, settings, seed and
-processors, and gets the same tokens as in a batch of its own: a row's noise is keyed by its seed and its
-positions, and no row sees another.
+processors, and gets the same tokens as in a batch of its own: a row's noise depends only on its seed and its
+positions, and no row attends to another.
 
-Memory is bounded by ``max_slots``. Where rows outgrow it, the youngest one is preempted: it goes back into
-the queue and its text so far is prefilled again later, which does not change its tokens either.
+Memory is bounded by ``max_slots``. When the rows outgrow it, the one that joined last is preempted: it goes
+back into the queue, and its text so far is prefilled again later. This does not change its tokens either.
 
 One thread at a time may use a batch.
 """
@@ -50,11 +50,11 @@ from medusa.hardware import available_memory, release_threads, sent
 from medusa.options import check_at_least
 
 PREFIX_TOKENS = 32768
-"""Tokens of ended texts that are worth their memory."""
+"""Tokens that the prefix cache holds at most, unless its size is given."""
 UNKNOWN_MEMORY = 4 * 2**30
-"""Free memory that is assumed where the system does not report it."""
+"""Bytes of free memory that are assumed where the system does not report them."""
 MAX_OVERTAKES = 16
-"""How often a row that does not fit yet may be overtaken by shorter ones."""
+"""How often shorter rows may start before a waiting row that does not fit yet."""
 
 
 class QueueFull(RuntimeError):
@@ -68,12 +68,12 @@ class BatchLimits:
     max_rows: int = 16
     """Requests that decode together."""
     max_slots: int = 32768
-    """Cache slots of all rows together. Every row is padded to the longest, in steps of 256.
-    :meth:`in_memory` converts from bytes."""
+    """Cache slots of all rows together. Each row takes as many as the longest one, rounded up to a multiple
+    of 256. :meth:`in_memory` converts from bytes."""
     max_waiting: int = 64
     """Requests that wait."""
     chunk: int = 256
-    """Prompt tokens that are prefilled between two decode steps."""
+    """Prompt tokens that are prefilled between two decode steps, over all rows."""
     prefix_bytes: int = 256 * 2**20
     """Size of the prefix cache: keys and values of ended texts, for requests with the same beginning."""
 
@@ -99,11 +99,12 @@ SINGLE_REQUEST = BatchLimits(1, sys.maxsize, max_waiting=0, chunk=sys.maxsize, p
 
 @dataclass(frozen=True)
 class StepResult:
-    """The output of one forward pass for every row of a request; finished rows have empty lists."""
+    """The new tokens of one forward pass, as ``stream`` yields them: a list for each row of the request,
+    empty if the row has ended."""
 
     tokens: list[list[int]]
     depths: list[list[int]]
-    """The depth of each token; 0 for the base model's own."""
+    """The depth at which each token was drafted; 0 for the base model's own."""
 
 
 @dataclass
@@ -114,13 +115,16 @@ class _Prefill:
     request: DecodeRequest
     """The request, with the answer so far appended to the prompt."""
     prefix: TreeCache
+    """The cache of these rows: the part of their prompts that is prefilled."""
 
     @property
     def longest(self) -> int:
+        """Tokens of the longest prompt."""
         return max(map(len, self.request.prompts))
 
     @property
     def num_remaining(self) -> int:
+        """How many of them are not prefilled yet."""
         return self.longest - self.prefix.longest
 
 
@@ -131,13 +135,13 @@ class Batch:
 
     Args:
         runner: runs forward passes, with the hidden states of the layers that drafters read.
-        make_drafter: called with a maximum number of rows and whether rows have reference texts; returns
-            (drafter, adaptive policy or None). Cached per power of two.
-        staleness_check: raises ValueError where base or heads have changed since the batch was made. Called
-            with True for each new request, with False once a turn.
+        make_drafter: called with a number of rows, rounded up to a power of two, and whether rows have
+            reference texts; returns (drafter, adaptive policy or None). Its results are kept.
+        staleness_check: raises ValueError if base or heads have changed since the batch was made. Called with
+            True for each new request, and with False before each step.
         static: runs steps of fixed shape in place of the general ones, for a single request.
         needs_features: whether drafters read the hidden states of the whole text.
-        max_nodes: the largest number of nodes of a draft.
+        max_nodes: the largest number of nodes of a draft, root included.
     """
 
     def __init__(
@@ -161,13 +165,13 @@ class Batch:
         self._make_drafter, self.staleness_check = make_drafter, staleness_check
         self._max_nodes = max_nodes
         self._clock, self._validator = PhaseClock(self.statistics), DraftValidator(vocab_size(runner.base))
-        self._prefills: list[_Prefill] = []  # each less than half as long as the rest of the one before
-        self._has_read = False  # prompts, in the last turn
-        self._state: DecodeState | None = None
+        self._prefills: list[_Prefill] = []  # oldest first; see `_begin_prefill` for their lengths
+        self._has_read = False  # whether the last call of `step` was prefill
+        self._state: DecodeState | None = None  # the rows that decode; None without any
         self._num_joined = 0
         self._drafters: dict[tuple[int, bool], tuple[Drafter, AdaptiveDrafting | None]] = {}
-        self._last_drafter: Drafter | None = None  # it knows all rows except new ones
-        self._has_joined = False
+        self._last_drafter: Drafter | None = None  # of the last step; what it keeps covers all but new rows
+        self._has_joined = False  # whether rows have joined since the last step
         self._context, self._device = common_context(runner.base), lm_head_device(runner.base)
 
     @property
@@ -188,18 +192,18 @@ class Batch:
 
     @property
     def num_slots(self) -> int:
-        """Cache slots that are allocated for the rows under way, of ``max_slots``."""
-        num_read = sum(prefill.prefix.capacity for prefill in self._prefills)
+        """Cache slots that are allocated for rows in prefill and rows that decode; at most ``max_slots``."""
+        in_prefill = sum(prefill.prefix.capacity for prefill in self._prefills)
         state = self._state
-        return num_read + (0 if state is None else len(state.rows) * state.cache.capacity)
+        return in_prefill + (0 if state is None else len(state.rows) * state.cache.capacity)
 
     def add(self, row: Row) -> None:
-        """Have ``row`` wait for its turn.
+        """Put ``row`` into the queue.
 
         Raises:
             QueueFull: too many wait already.
-            ValueError: it cannot share passes with others, or can never fit; or base or heads have changed
-                since the batch was made.
+            ValueError: it cannot share forward passes with others, or can never fit; or base or heads have
+                changed since the batch was made.
         """
         self.staleness_check(True)
         self.check(row.request)
@@ -208,7 +212,7 @@ class Batch:
         self.waiting.append(row)
 
     def start(self, request: DecodeRequest) -> list[Row]:
-        """Have the rows of ``request`` decode, together and with no others, in a batch that holds none."""
+        """Start the rows of ``request`` together, in an empty batch that no other request will join."""
         rows = [Row(request, index=index) for index in range(len(request.lengths))]
         self._prefills = [_Prefill(rows, request, new_cache(self._runner.base, len(rows)))]
         return rows
@@ -216,8 +220,8 @@ class Batch:
     @property
     def free_capacity(self) -> int:
         """How many more requests can be added now: free rows plus free places in the queue."""
-        free_capacity = max(0, self.limits.max_rows - self.num_rows - len(self._prefills))
-        return self.limits.max_waiting + free_capacity - len(self.waiting)
+        free_rows = max(0, self.limits.max_rows - self.num_rows - len(self._prefills))
+        return self.limits.max_waiting + free_rows - len(self.waiting)
 
     def check(self, request: DecodeRequest) -> None:
         """Raise ValueError unless a batch like this can ever answer ``request``."""
@@ -244,27 +248,27 @@ class Batch:
         self._drop_ended()
 
     def clear(self) -> None:
-        """Drop all rows without looking at them: after a failure that may have broken anything."""
+        """Drop all rows, and read nothing of their state: for use after any failure."""
         self.waiting.clear()
         self._state, self._last_drafter, self._prefills = None, None, []
         if self._static is not None:
             self._static.close()
 
     def step(self) -> list[RowOutput]:
-        """One turn: prefill up to ``chunk`` tokens or run one decode step of all rows, alternating where both
-        are due. Returns the output of each row.
+        """Prefill up to ``chunk`` tokens, or run one decode step of all rows; where both are due, they
+        alternate. Returns the output of each row.
 
         Raises:
-            ValueError: the weights have changed since the batch was made; rows are as they were.
+            ValueError: the weights have changed since the batch was made; the rows are unchanged.
         """
         self.staleness_check(False)
         return [output for each in self.step_outputs() for output in each]
 
-    @torch.inference_mode(False)  # a stream may be continued outside the mode that it was begun in
+    @torch.inference_mode(False)  # a generator may be resumed outside of the inference_mode it began in
     @torch.no_grad()
     def step_outputs(self) -> list[list[RowOutput]]:
-        """As :meth:`step`, one list for each forward pass: static steps run several in a turn. The caller
-        checks the weights."""
+        """As :meth:`step`, with one list for each forward pass, since static steps run several per call. The
+        caller calls ``staleness_check``."""
         with pinned_attention(self._device):
             self._has_read = bool(self.waiting or self._prefills) and not (self._state and self._has_read)
             if self._has_read:
@@ -276,15 +280,15 @@ class Batch:
         to shorter prompts first."""
         outputs: list[RowOutput] = []
         self._clock.start()
-        budget, kept = self.limits.chunk, self.limits.chunk - self.limits.chunk // 2
+        budget, reserved = self.limits.chunk, self.limits.chunk - self.limits.chunk // 2
         while budget > 0 and self._begin_prefill():
-            overtakes = len(self._prefills) > 1 and budget > kept
+            overtakes = len(self._prefills) > 1 and budget > reserved
             prefill = self._prefills[-1 if overtakes else 0]
-            most = budget - kept if overtakes else budget
+            max_tokens = budget - reserved if overtakes else budget
             try:
-                if prefill.num_remaining > most:
-                    self._read_chunk(prefill, most)
-                    budget -= most
+                if prefill.num_remaining > max_tokens:
+                    self._read_chunk(prefill, max_tokens)
+                    budget -= max_tokens
                 elif self._state and not self._fits(prefill.longest, len(self._prefills)):
                     self._postpone(prefill)  # the others have grown meanwhile
                     break
@@ -292,28 +296,28 @@ class Batch:
                     budget -= prefill.num_remaining
                     self._prefills.remove(prefill)
                     outputs += self._finish_prefill(prefill)
-            except Exception as error:  # whatever a request does to the model is its own loss
+            except Exception as error:  # a request that breaks the pass fails alone
                 self._prefills = [each for each in self._prefills if each is not prefill]
                 outputs += [self._failed(row, _cause(error)) for row in prefill.rows]
         self._clock.lap("prefill")
         return outputs
 
     def _begin_prefill(self) -> bool:
-        """Whether any prefill is running, after starting one more if a waiting request may.
+        """Start one more prefill if a waiting request may; whether any prefill is running then.
 
-        A request may overtake a running prefill if it is less than half as long as what remains, and a
-        request that does not fit yet. After MAX_OVERTAKES nobody overtakes it again.
+        A request may overtake a running prefill if it is at most half as long as what that one still lacks.
+        It may overtake a waiting request that does not fit yet, MAX_OVERTAKES times.
         """
-        longest = self._prefills[-1].num_remaining / 2 if self._prefills else float("inf")
-        passed = []
+        max_length = self._prefills[-1].num_remaining / 2 if self._prefills else float("inf")
+        overtaken = []
         for row in self.waiting:
             length = len(row.prompt) + len(row.tokens)
             if not self._has_room_for(length):
                 if row.num_overtaken >= MAX_OVERTAKES:
                     break
-                passed.append(row)
-            elif length <= longest:
-                for each in passed:
+                overtaken.append(row)
+            elif length <= max_length:
+                for each in overtaken:
                     each.num_overtaken += 1
                 self.waiting.remove(row)
                 self._prefills.append(self._prefill_of(row))
@@ -321,6 +325,7 @@ class Batch:
         return bool(self._prefills)
 
     def _prefill_of(self, row: Row) -> _Prefill:
+        """The prefill of ``row``, from its longest cached prefix on."""
         ids = row.prompt + row.tokens
         tokens = sent([ids], row.request.tokens.device)
         lengths = row.request.lengths + len(row.tokens)
@@ -330,20 +335,21 @@ class Batch:
         return _Prefill([row], request, prefix)
 
     def _has_room_for(self, length: int) -> bool:
-        """Whether one more row of ``length`` tokens fits, with room for all rows to grow."""
+        """Whether one more row of ``length`` tokens fits, with room for each row to grow by GROWTH_STEP."""
         num_others = self.num_rows + len(self._prefills)
         if not num_others:
             return True
         return num_others < self.limits.max_rows and self._fits(length, len(self._prefills) + 1, GROWTH_STEP)
 
     def _fits(self, length: int, num_joining: int, growth: int = 0) -> bool:
-        """Whether ``num_joining`` more rows fit (the longest has ``length`` tokens) after every row grows by
+        """Whether ``num_joining`` more rows, of at most ``length`` tokens, fit even if every row grows by
         ``growth`` tokens."""
-        read = [prefill.longest for prefill in self._prefills]
-        longest = max(length, 0 if self._state is None else self._state.cache.longest, *read, 0)
+        in_prefill = [prefill.longest for prefill in self._prefills]
+        longest = max(length, 0 if self._state is None else self._state.cache.longest, *in_prefill, 0)
         return self._slots(self.num_rows + num_joining, longest + growth) <= self.limits.max_slots
 
     def _postpone(self, prefill: _Prefill) -> None:
+        """Drop ``prefill``; its rows are the next in the queue."""
         self._prefills.remove(prefill)
         self.waiting.extendleft(prefill.rows)
 
@@ -353,8 +359,8 @@ class Batch:
 
     def _known_prefix(self, ids: list[int], owner: Hashable) -> tuple[TreeCache, int]:
         """A copy of the longest cached prefix of ``ids`` that this owner has, from a running row or the
-        prefix cache, and its length. The last token is always left out: its logits choose the first new
-        one."""
+        prefix cache, and its length. The last token is always left out: its pass gives the logits of the
+        first new token."""
         prefix, length = self.prefixes.longest(ids[:-1], owner)
         state, source = self._state, -1
         for index, row in enumerate(() if state is None else state.rows):
@@ -365,14 +371,15 @@ class Batch:
             if shared > length:
                 length, source = shared, index
         if source >= 0 and state is not None:
-            read = state.cache.copy_of_row(source, length)
+            cache = state.cache.copy_of_row(source, length)
         elif prefix is not None:
-            read = prefix.copy_of_row(0, length)
+            cache = prefix.copy_of_row(0, length)
         else:
-            read = new_cache(self._runner.base, 1)
-        return read, read.longest  # 0 where recurrent states have gone beyond it
+            cache = new_cache(self._runner.base, 1)
+        return cache, cache.longest  # 0 rather than `length` where a recurrent state is past the prefix
 
     def _read_chunk(self, prefill: _Prefill, num_tokens: int) -> None:
+        """Prefill the next ``num_tokens`` tokens."""
         prefix = prefill.prefix
         known = [length + num_tokens for length in prefix.known_lengths]
         self._runner.prefill(prefill.request.tokens, prefix.lengths + num_tokens, prefix, known=known)
@@ -380,9 +387,10 @@ class Batch:
             row.num_read = prefix.longest
 
     def _finish_prefill(self, prefill: _Prefill) -> list[RowOutput]:
-        """Choose the first token of each prompt, and have the rows join the others unless that ends them."""
+        """Run the last chunk, choose each row's next token, and have the rows join the others unless this
+        token ends them."""
         rows, request = prefill.rows, prefill.request
-        rule = request.rule  # refused before the prompts are read, where the drafter cannot draw for it
+        rule = request.rule  # `sampled_kind` raises, before the pass, if the drafter cannot draw for it
         drafter = None if rule is None else self._drafter_for(len(rows), request.references)[0]
         sampled = None if drafter is None else sampled_kind(drafter, request, self._runner.base)
         state, output = prefill_request(
@@ -390,7 +398,7 @@ class Batch:
             request,
             prefill.prefix,
             rows,
-            refuses_nan=self.limits is not SINGLE_REQUEST,  # a row of NaN must not disturb the others
+            refuses_nan=self.limits is not SINGLE_REQUEST,  # a row with NaN logits fails alone
         )
         state.sampled = sampled
         self.statistics.num_rows += sum(not row.tokens for row in rows)
@@ -404,7 +412,7 @@ class Batch:
                 longest = max(self._state.cache.longest, state.cache.longest)
                 room = self.limits.max_slots // self._slots(1, longest)
                 self._state.join(state, min(self.limits.max_rows, room))
-        except Exception as error:  # it may have joined in some layers and not in others
+        except Exception as error:  # the new rows may be in the caches of some layers and not of others
             return self._all_failed(error, rows)
         row_outputs = self._emit(output)
         self._drop_ended()
@@ -420,23 +428,24 @@ class Batch:
             drafter.reset(len(state.rows), self._last_drafter)
             self._last_drafter, self._has_joined = drafter, False
         self._clock.start()
-        guessing = drafter if adaptive is None else adaptive.select_drafter(drafter)
+        selected = drafter if adaptive is None else adaptive.select_drafter(drafter)
         num_run, setup_seconds = 1, 0.0
         try:
             if self._static is None:
-                outputs = [decode_step(self._runner, guessing, state, self._clock, self._validator, adaptive)]
+                outputs = [decode_step(self._runner, selected, state, self._clock, self._validator, adaptive)]
             else:
-                outputs, num_run, setup_seconds = self._static.advance(state, guessing is drafter)
+                outputs, num_run, setup_seconds = self._static.advance(state, selected is drafter)
                 self._clock.lap_whole(setup_seconds)
         except RowsFailed as failed:
             row_outputs = [self._failed(row, _cause(failed)) for row in failed.rows]
             self._drop_ended()
-            state.cache.clear_uncommitted()  # of rows that are no numbers
+            state.cache.clear_uncommitted()  # NaN in a masked slot would reach all tokens of later passes
             return [row_outputs]
         except Exception as error:
             return [self._all_failed(error)]
+        # Steps that also set something up say nothing about the time of a step.
         seconds = None if has_changed or setup_seconds else self._clock.step_seconds
-        self._record(outputs, guessing is drafter, adaptive, num_run, seconds)
+        self._record(outputs, selected is drafter, adaptive, num_run, seconds)
         emitted = [self._emit(output) for output in outputs]
         self._drop_ended()
         return emitted
@@ -444,10 +453,10 @@ class Batch:
     def _drafter_for(
         self, num_rows: int, references: Sequence[References]
     ) -> tuple[Drafter, AdaptiveDrafting | None]:
-        kind = 1 << (num_rows - 1).bit_length(), bool(references)  # 9 and 16 rows share a policy
-        if kind not in self._drafters:
-            self._drafters[kind] = self._make_drafter(*kind)
-        return self._drafters[kind]
+        key = 1 << (num_rows - 1).bit_length(), bool(references)  # 9 to 16 rows share a drafter
+        if key not in self._drafters:
+            self._drafters[key] = self._make_drafter(*key)
+        return self._drafters[key]
 
     def _record(
         self,
@@ -457,11 +466,11 @@ class Batch:
         num_run: int,
         seconds: float | None,
     ) -> None:
-        """Count steps and report them to ``adaptive``; ``drafts`` is False where a fallback drafted or nobody
-        did.
+        """Count steps and report them to ``adaptive``; ``drafts`` is False if ``adaptive`` had a fallback
+        draft, or nobody.
 
-        ``seconds`` is the time of ``num_run`` steps, including steps after the end of the text, which emit no
-        token. Both are arguments of :meth:`medusa.decoding.adaptive.AdaptiveDrafting.record`.
+        ``seconds`` is the time of ``num_run`` steps, steps after the end of the text included, which emit no
+        token; see :meth:`medusa.decoding.adaptive.AdaptiveDrafting.record`.
         """
         tokens_per_row, first = 0.0, outputs[0]
         for output in outputs:
@@ -472,12 +481,12 @@ class Batch:
         if adaptive is not None:
             used_fallback = not drafts and first.max_depth > 0
             num_nodes = 1 + first.num_drafted + first.num_replayed
-            given = tokens_per_row, seconds, num_run
-            adaptive.record(*given, used_fallback=used_fallback, num_nodes=num_nodes)
+            times = tokens_per_row, seconds, num_run
+            adaptive.record(*times, used_fallback=used_fallback, num_nodes=num_nodes)
 
     def _emit(self, output: StepOutput) -> list[RowOutput]:
-        """Add the tokens of a step to the answers of its rows, except rows that have ended before, which
-        static steps keep."""
+        """Add the tokens of a step to the answers of its rows. Rows that ended earlier, which static steps
+        keep in the batch, are left out."""
         row_outputs = [each for each in output.rows if each.row.finish_reason is None]
         for each in row_outputs:
             row = each.row
@@ -489,7 +498,8 @@ class Batch:
         return row_outputs
 
     def _make_room(self) -> None:
-        """Preempt the youngest rows while more cache slots are needed than allowed."""
+        """While the rows need more than ``max_slots``: postpone the youngest prefill, else preempt the
+        youngest row."""
         assert self._state is not None
         while True:
             taken = self._slots(self.num_rows, self._state.cache.longest)
@@ -506,7 +516,7 @@ class Batch:
             self._state.cache.trim()
 
     def _all_failed(self, error: Exception, joining: Iterable[Row] = ()) -> list[RowOutput]:
-        """A pass has failed, or a join: the rows under way are lost, the batch is not."""
+        """End all rows that decode, and those ``joining``, with ``error``; the batch can go on without."""
         rows = dict.fromkeys([*([] if self._state is None else self._state.rows), *joining])
         self._state = self._last_drafter = None
         return [self._failed(row, error) for row in rows]
@@ -518,8 +528,9 @@ class Batch:
     def _drop_ended(self) -> None:
         rows = [] if self._state is None else self._state.rows
         ended = [row for row in rows if row.finish_reason is not None]
-        stands_still = self._static is not None and self._static.has_begun and len(ended) < len(rows)
-        self._drop([] if stands_still else ended)
+        # Static steps cannot shrink the batch: ended rows stay until all have ended.
+        keeps_all = self._static is not None and self._static.has_begun and len(ended) < len(rows)
+        self._drop([] if keeps_all else ended)
 
     def _drop(self, dropped: list[Row]) -> None:
         """Remove rows from the batch; their keys and values go into the prefix cache."""
@@ -534,7 +545,7 @@ class Batch:
                 ids = (row.prompt + row.tokens)[:-1]
                 self.prefixes.keep_row(ids, state.cache, index, row.owner)
         num_kept = len(state.rows) - len(gone)
-        # the last rows fill the holes, so that few move
+        # The last rows take the places of dropped ones, so that few rows are copied.
         last = [index for index in range(num_kept, len(state.rows)) if index not in gone]
         kept = [last.pop() if index in gone else index for index in range(num_kept)]
         if not kept:
@@ -552,9 +563,10 @@ def _cause(error: Exception) -> Exception:
 
 
 def decode(batch: Batch, request: DecodeRequest, is_streamed: bool = True) -> Iterator[StepResult]:
-    """Decode ``request`` in ``batch``, which has nothing else to do, one :class:`StepResult` per pass.
+    """Decode ``request`` in ``batch``, which must be empty; yields one :class:`StepResult` per forward pass.
 
-    The weights are checked before tokens are handed out; unless ``is_streamed``, only before the last are.
+    Before results are yielded, the weights are checked for changes; unless ``is_streamed``, only before the
+    last ones.
     """
     rows = batch.start(request)
     try:

@@ -1,11 +1,14 @@
 """Decode state: the request, the running rows, and the prefix cache.
 
-No model is called here; ``step`` moves the state forward.
+No model is called here; :mod:`medusa.decoding.step` moves the state forward.
 
 Keys and values of a text depend only on its tokens, so a request with the same first tokens can start from a
-copy of them: a conversation's next turn does not read its history again. :class:`PrefixCache` keeps them when
-rows end, up to a limit of memory; the least recently used goes first. It is never shared between owners: the
-length of the cached prefix, and the time to answer, would tell others the text token by token.
+copy of them: the next turn of a conversation does not prefill its history again. :class:`PrefixCache` keeps
+them when rows end, up to a limit of memory; the least recently used go first. It is never shared between
+owners: the length of the cached prefix, and the time to answer, would tell others the text token by token.
+
+Arguments and attributes called ``known`` repeat a tensor's numbers on the host, where the caller has them:
+reading the tensor would wait for the GPU.
 """
 
 from __future__ import annotations
@@ -41,15 +44,15 @@ class DecodeRequest:
     seeds: Tensor | None = None
     """(B,) long: one noise stream per row; None decodes greedily."""
     temperature: float = 1.0
-    """Already applied by ``processors``; drafters want to know it."""
+    """For drafters; on the base's logits it is one of ``processors``."""
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
-    """Asked after every token of every row. End-of-sequence and length have their own fields."""
+    """Called after every token of every row. End-of-sequence and length have their own fields."""
     in_lockstep: bool = False
     """Rows advance together, and processors and criteria are called as ``transformers`` calls them: see
-    :mod:`medusa.acceptance.exact`. Without, processors are of ``NODE_PROCESSORS``."""
+    :mod:`medusa.acceptance.exact`. If False, all processors are of the types in ``NODE_PROCESSORS``."""
     rows_end_alone: bool = True
-    """A row ends by itself; without, which goes with ``in_lockstep``, all rows go on until each has ended."""
+    """Each row ends by itself. If False (only with ``in_lockstep``), all rows go on until each has ended."""
     eos_ids: frozenset[int] = frozenset()
     pad_id: int = 0
     """Fills rows that have ended."""
@@ -124,7 +127,7 @@ class Row:
     num_reused: int = 0
     """Prompt tokens found in the prefix cache."""
     num_read: int = 0
-    """Prompt tokens in the cache so far, during prefill."""
+    """Prompt tokens in the cache so far, during prefill (vLLM's ``num_computed_tokens``)."""
     num_overtaken: int = 0
     """How often a later row has overtaken it because this one did not fit."""
     order: int = -1
@@ -171,9 +174,9 @@ class DecodeState:
     known: tuple[Tensor, list[int]] | None = None
     """``lengths``, and the same on the host: see :attr:`known_lengths`."""
     refuses_nan: bool = False
-    """A step fails where a token would be chosen from scores that are no numbers."""
+    """Whether a row fails if one of its tokens would be chosen by a NaN score."""
     lockstep_batch: LockstepBatch | None = None
-    """The whole batch as processors and criteria see it when rows advance in lockstep."""
+    """The whole batch as processors and criteria see it, if rows advance in lockstep."""
     sampled: DraftKind | None = None
     """How the drafter draws candidates; None when it ranks them."""
     rule_state: Any = None
@@ -200,7 +203,7 @@ class DecodeState:
 
     @property
     def known_lengths(self) -> list[int]:
-        """``lengths`` on the host; the device is waited for where they were set elsewhere than here."""
+        """``lengths`` on the host; waits for the device only if a caller has set ``lengths``."""
         if self.known is None or self.known[0] is not self.lengths:
             self.known = self.lengths, self.lengths.tolist()
         return self.known[1]

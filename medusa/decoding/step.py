@@ -1,7 +1,10 @@
 """One step of the decode loop: draft, verify, accept, commit.
 
-Plain decoding is this step with a tree of one node. Each row of a batch advances by the number of
-tokens that it accepts. Who takes part is decided in :mod:`medusa.decoding.batch`.
+:func:`decode_step` is the general step, :func:`prefill_request` the first token of each row. Plain decoding
+is this step with a tree of one node. Each row of a batch advances by its own number of accepted tokens. Which
+rows take part is decided in :mod:`medusa.decoding.batch`.
+
+Shapes beside those of :mod:`medusa`: R of the B rows, M of the N nodes, L = depth of the tree + 1.
 """
 
 from __future__ import annotations
@@ -43,15 +46,17 @@ from medusa.trees.candidate_tree import TreeTopology
 
 @dataclass(frozen=True)
 class ModelRunner:
-    """Runs forward passes of ``base`` (or of an engine's view of it) through ``run``, and also returns the
-    hidden states after ``layers`` (:func:`medusa.base.causal_lm.capture_hidden_states`)."""
+    """Runs forward passes that return logits and hidden states: the last ones, and those after ``layers``
+    appended to them."""
 
     base: CausalLM
+    """The base, or an engine's view of it."""
     layers: tuple[int, ...] = ()
+    """The decoder layers whose output drafters read too (``aux_layers`` of a drafter)."""
     run: Callable[..., tuple[Tensor, Tensor]] = verify
-    """As :func:`medusa.base.causal_lm.verify`."""
+    """Runs one pass: :func:`medusa.base.causal_lm.verify`, or a compiled form of it."""
     keeps_features: bool = False
-    """Whether the text's hidden states are kept in its cache, for drafters that read them."""
+    """Whether the hidden states of the text are stored in the cache, for drafters that read them."""
 
     def prefill(
         self,
@@ -62,8 +67,8 @@ class ModelRunner:
         known: list[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As :func:`medusa.base.causal_lm.prefill`."""
-        given = tokens, lengths, cache, chunk, self.layers, self.run, self.keeps_features
-        return prefill(self.base, *given, known)
+        arguments = tokens, lengths, cache, chunk, self.layers, self.run, self.keeps_features
+        return prefill(self.base, *arguments, known)
 
     def verify(self, tokens: Tensor, topology: TreeTopology, cache: TreeCache) -> tuple[Tensor, Tensor]:
         """As :func:`medusa.base.causal_lm.verify`."""
@@ -75,27 +80,28 @@ class ModelRunner:
 
 @dataclass(frozen=True)
 class RowOutput:
-    """The output of a forward pass for one row, cut where the row ends; no tokens where it has failed."""
+    """The output of a forward pass for one row, cut where the row ends; no tokens if it has failed."""
 
     row: Row
     tokens: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
-    """The depth of each token; 0 for the base model's own."""
+    """The depth at which each token was drafted; 0 for the base model's own."""
     has_ended: bool = True
     logprobs: list[TokenLogprobs] | None = None
-    """One for each token, where the request asked for them."""
+    """One for each token, if the request asked for them."""
     drafted: list[int] = field(default_factory=list)
-    """The depth of each verified draft token; empty for steps of fixed shape, which do not read it back."""
+    """The depth of each verified draft token, accepted or not; empty for static steps, which do not copy it
+    to the host."""
 
     @property
     def finish_reason(self) -> str | None:
-        """The row's own, in its last output."""
+        """The row's, if this is its last output."""
         return self.row.finish_reason if self.has_ended else None
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """The output of one forward pass."""
+    """The output of one forward pass, for all rows."""
 
     rows: list[RowOutput]
     max_depth: int
@@ -103,7 +109,8 @@ class StepOutput:
     num_drafted: int
     """The number of its nodes without the root."""
     num_replayed: int = 0
-    """Largest number of replayed tokens over the rows."""
+    """Committed tokens that a recurrent base ran again in this pass (:mod:`medusa.base.recurrent`), of the
+    row with most of them."""
 
 
 def decode_step(
@@ -117,37 +124,42 @@ def decode_step(
     """One step of all rows of ``state``: draft, verify, accept, commit. Rows that end stay in ``state``.
 
     ``adaptive`` decides how many nodes of a draft with ``path_logprob`` are verified.
+
+    In two cases the pass is repeated without drafts: the base gave NaN or infinity; or, on a recurrent base,
+    two scores are so close that plain decoding could choose the other.
     """
     num_replay_tokens = state.cache.num_replay_tokens
     context = draft_context(state, runner.base, 0.0 if adaptive is None else adaptive.min_accept_prob)
     draft = drafter.draft(context)
     validator.check(drafter, draft, context)
     if draft.path_logprob is not None:
-        whole = draft.topology.num_nodes - draft.num_optional_nodes
-        draft = draft.first(whole if adaptive is None else adaptive.num_nodes(draft.path_logprob, whole))
-    if num_replay_tokens >= MAX_REPLAY_TOKENS:  # such a pass is committed whole and updates the states
+        usual = draft.topology.num_nodes - draft.num_optional_nodes
+        draft = draft.first(usual if adaptive is None else adaptive.num_nodes(draft.path_logprob, usual))
+    if num_replay_tokens >= MAX_REPLAY_TOKENS:  # without drafts nothing is rejected, so replaying ends
         draft = draft.root_only()
     clock.lap("draft")
     hidden, logits = runner.verify(draft.tokens, draft.topology, state.cache)
     walks = _walks(state, draft, logits)
-    # To look at a device is to wait for it, so that is done once, when rows have accepted: unless accepting
-    # has other effects, or reads numbers itself.
+    # Are all hidden states finite? Each read of a GPU tensor waits for the GPU, so there the answer is read
+    # with the acceptance, in one copy. It is read first where that costs nothing (on a CPU), where accepting
+    # cannot be undone (in lockstep it calls the caller's processors), and where scores are read again below.
     is_on_cpu = logits.device.type == "cpu"
-    looks_first = is_on_cpu or state.lockstep_batch is not None or bool(state.cache.rows_needing_recheck)
+    checks_first = is_on_cpu or state.lockstep_batch is not None or bool(state.cache.rows_needing_recheck)
     seen, rule_state = None, state.rule_state
-    if looks_first:
-        is_broken = bool((hidden * 0).any())
+    if checks_first:
+        is_broken = bool((hidden * 0).any())  # 0 * x is NaN, which counts as true, if x is not finite
     else:
         acceptance = acceptance_of(state, draft, logits, context.noise)
         seen = _seen(draft, acceptance, hidden)
         is_broken = seen.is_broken
-    if is_broken:  # not finite: one such node spreads through masked slots to all others
+    if is_broken:  # attention multiplies masked slots by 0, so one such node makes all others NaN
         draft, state.rule_state = _root_only(state, draft), rule_state
-        state.cache.clear_uncommitted()  # a pass over it is to meet nothing but numbers
+        state.cache.clear_uncommitted()  # or the next pass would read NaN from these slots
         hidden, logits = runner.verify(draft.tokens, draft.topology, state.cache)
     clock.lap("verify")
-    if is_broken or looks_first:
+    if is_broken or checks_first:
         acceptance, seen = acceptance_of(state, draft, logits, context.noise, walks), None
+    # This ends: a row that was run again token by token is exact and not among them any more.
     while rows := _rows_near_a_tie(state, draft, logits, context.noise, acceptance):
         draft = draft.root_only()
         num_replay_tokens = max(num_replay_tokens, _read_plainly(runner, state, rows))
@@ -161,15 +173,15 @@ def decode_step(
     clock.lap("accept")
     state.commit(acceptance, hidden, draft.topology.is_chain, seen.paths)
     new = [each.tokens for each in output.rows]
-    given = acceptance.tokens(draft.tokens), acceptance.num_accepted + 1
-    state.append(new, given if new == seen.tokens else None)
+    on_device = acceptance.tokens(draft.tokens), acceptance.num_accepted + 1
+    state.append(new, on_device if new == seen.tokens else None)  # they differ where a row's end was cut
     clock.lap("commit")
     return output
 
 
 SCORES_AT_ONCE = 2**21
-"""Up to this number of scores, taking the best token of all nodes at once is faster than walking down the
-path."""
+"""Up to this number of scores (B * N * V), choosing the tokens of all nodes at once is faster than walking
+down the accepted path."""
 
 
 def _walks(state: DecodeState, draft: Draft, logits: Tensor) -> bool:
@@ -177,13 +189,13 @@ def _walks(state: DecodeState, draft: Draft, logits: Tensor) -> bool:
     num_nodes = draft.topology.num_nodes
     if logits.device.type != "cpu" or num_nodes == 1:
         return False
-    is_dear = state.seeds is not None or any(row.request.processors for row in state.rows)
-    return is_dear or len(logits) * num_nodes * logits.shape[2] > SCORES_AT_ONCE
+    is_expensive = state.seeds is not None or any(row.request.processors for row in state.rows)
+    return is_expensive or len(logits) * num_nodes * logits.shape[2] > SCORES_AT_ONCE
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """The values of a step that the host reads."""
+    """The values of a step that are copied to the host."""
 
     tokens: list[list[int]]
     """New tokens of each row."""
@@ -192,25 +204,27 @@ class _Seen:
     depths: list[list[int]]
     """The depth of each draft node but the root, in each row."""
     broken_rows: list[int]
-    """Rows for which a token was chosen from scores that are no numbers."""
+    """Rows for which a token was chosen by a NaN score."""
     is_broken: bool = False
-    """The base is not finite on a node."""
+    """Whether a hidden state is not finite."""
 
 
 def _seen(draft: Draft, acceptance: Acceptance, hidden: Tensor | None = None) -> _Seen:
-    """All values that the host needs, in one read; sets :attr:`_Seen.is_broken` if ``hidden`` is passed."""
+    """All values that the host needs, in one copy; sets :attr:`_Seen.is_broken` if ``hidden`` (B, N, D) is
+    passed."""
     num_rows, flags = len(draft.tokens), acceptance.is_broken
+    # Columns of one long matrix.
     parts = [
-        acceptance.num_accepted[:, None],
-        acceptance.path,
-        acceptance.tokens(draft.tokens),
-        draft.topology.depths[:, 1:].expand(num_rows, -1),
+        acceptance.num_accepted[:, None],  # (B, 1)
+        acceptance.path,  # (B, L)
+        acceptance.tokens(draft.tokens),  # (B, L)
+        draft.topology.depths[:, 1:].expand(num_rows, -1),  # (B, N - 1)
         acceptance.num_accepted.new_zeros(num_rows, 1) if flags is None else flags[:, None].long(),
     ]
     if hidden is not None:
         parts.append((hidden * 0).flatten(1).any(dim=1, keepdim=True).long())
     widths, rows = [part.shape[1] for part in parts], torch.cat(parts, dim=1).tolist()
-    ends = [*accumulate(widths)]
+    ends = [*accumulate(widths)]  # part i + 1 is in the columns ends[i] to ends[i + 1]
     counts = [row[0] + 1 for row in rows]
     paths, tokens, depths = ([row[start:end] for row in rows] for start, end in pairwise(ends[:4]))
     return _Seen(
@@ -223,20 +237,22 @@ def _seen(draft: Draft, acceptance: Acceptance, hidden: Tensor | None = None) ->
 
 
 NEAR_TIE = 5e-5
-"""Two scores that differ by less than this share of the largest one may change places where a base that keeps
-a state reads several tokens at once."""
+"""Two scores that differ by less than this share of the largest one may change their order when a recurrent
+base runs several tokens in one pass."""
 
 
 def _rows_near_a_tie(
     state: DecodeState, draft: Draft, logits: Tensor, noise: UpcomingNoise | None, acceptance: Acceptance
 ) -> list[int]:
-    """Rows where one-token decoding could choose another token, because its rounding differs.
+    """Rows of a recurrent base where one-token decoding could choose another token, because its rounding
+    differs.
 
-    Only in float32: narrower logits tie all the time. Stateful processors are not called again here.
+    Only in float32: with fewer bits, ties are too frequent. Not in lockstep: processors that keep a state
+    must not be called again.
     """
-    is_plain_text = state.sampled is None and state.request.is_exact and state.lockstep_batch is None
+    is_exact = state.sampled is None and state.request.is_exact and state.lockstep_batch is None
     in_float32 = multiplies_in_float32(logits.dtype, logits.device)
-    if not is_plain_text or not in_float32 or not state.cache.rows_needing_recheck:
+    if not is_exact or not in_float32 or not state.cache.rows_needing_recheck:
         return []
     scores = _scores(state, draft, logits)
     largest = scores.abs().masked_fill(scores.isinf(), 0).amax(dim=2)
@@ -244,14 +260,14 @@ def _rows_near_a_tie(
         scores = scores + _by_node(noise, draft.topology, len(scores))
     first, second = scores.topk(2, dim=2).values.unbind(dim=2)
     is_near = (first - second < NEAR_TIE * largest).gather(1, acceptance.path)
-    steps = torch.arange(is_near.shape[1], device=is_near.device)
-    is_near &= steps <= acceptance.num_accepted[:, None]
+    depths = torch.arange(is_near.shape[1], device=is_near.device)
+    is_near &= depths <= acceptance.num_accepted[:, None]
     return [row for row in state.cache.rows_needing_recheck if is_near[row].any()]
 
 
 def _read_plainly(runner: ModelRunner, state: DecodeState, rows: list[int]) -> int:
-    """Read the text of ``rows`` again one token at a time, from the last exact checkpoint to the root; the
-    largest number of replayed tokens over the rows."""
+    """Run the text of ``rows`` again one token at a time, from the last checkpoint of exact states up to the
+    token before the root; returns the largest number of such tokens over the rows."""
     assert isinstance(state.cache, StatefulCache)
     most, alone = 0, state.cache.split_rows()
     for row in rows:
@@ -265,7 +281,7 @@ def _read_plainly(runner: ModelRunner, state: DecodeState, rows: list[int]) -> i
 
 
 def _root_only(state: DecodeState, draft: Draft) -> Draft:
-    """``draft`` cut to its root, because the base is not finite on a draft token."""
+    """``draft`` cut to its root, because the base gives NaN or infinity on a draft token."""
     rule = state.request.rule
     if state.sampled is not None and rule is not None and rule.context_only_proposal:
         raise ValueError(
@@ -283,10 +299,11 @@ def prefill_request(
     *,
     refuses_nan: bool = False,
 ) -> tuple[DecodeState, StepOutput]:
-    """Prefill: the decode state with each row's next token, and the output with that token.
+    """Prefill what ``prefix`` lacks of the prompts, and choose each row's next token: the decode state with
+    this token as root, and the output with it.
 
-    ``request`` is that of the ``rows``, its prompts with the answer so far. ``prefix`` holds the part of them
-    that is cached already. ``refuses_nan`` is a field of the state.
+    ``request`` is that of the ``rows``, with the answers so far appended to its prompts. ``refuses_nan`` is
+    :attr:`medusa.decoding.state.DecodeState.refuses_nan`.
     """
     known = [len(prompt) for prompt in request.prompts]
     hidden, logits = runner.prefill(request.tokens, request.lengths, prefix, known=known)
@@ -302,21 +319,22 @@ def prefill_request(
         refuses_nan=refuses_nan,
         lockstep_batch=request.lockstep_batch() if request.in_lockstep else None,
     )
-    # The last prompt token is the only node of a tree, and the first token is chosen after it.
-    lone = Draft(request.tokens.gather(1, last), TreeTopology.chain(1, last.device))
+    # A step without drafts, whose root is the last prompt token: it chooses the first new token.
+    root_only = Draft(request.tokens.gather(1, last), TreeTopology.chain(1, last.device))
     noise = state.noise(logits.shape[-1])
-    acceptance = acceptance_of(state, lone, logits[:, None], noise)
-    seen = _seen(lone, acceptance)
+    acceptance = acceptance_of(state, root_only, logits[:, None], noise)
+    seen = _seen(root_only, acceptance)
     _check_numbers(state, seen.broken_rows)
     logprobs = _logprobs(state, logits[:, None], acceptance.path, seen.tokens)
-    output = _cut(state, seen, lone, logprobs)
+    output = _cut(state, seen, root_only, logprobs)
     new = [each.tokens for each in output.rows]
     state.append(new, (acceptance.next_token[:, None], torch.ones_like(acceptance.num_accepted)))
     return state, output
 
 
 def sampled_kind(drafter: Drafter, request: DecodeRequest, base: CausalLM) -> DraftKind | None:
-    """How ``drafter`` must draw for the request's rule, refused if it cannot; None when it may rank."""
+    """How ``drafter`` must draw for the request's rule; None if the rule takes ranked guesses. Raises
+    ValueError if it cannot."""
     rule = request.rule
     if rule is None or drafter.max_depth == 0:
         return None
@@ -326,7 +344,7 @@ def sampled_kind(drafter: Drafter, request: DecodeRequest, base: CausalLM) -> Dr
 
 
 def draft_context(state: DecodeState, base: CausalLM, min_accept_prob: float = 0.0) -> DraftContext:
-    """The context of a draft, with the noise that will choose the token at every depth."""
+    """The input of a drafter. It has the noise that will choose the tokens, unless the rule forbids that."""
     return DraftContext(
         root=state.tokens.gather(1, state.lengths[:, None] - 1).squeeze(1),
         hidden=state.hidden,
@@ -348,11 +366,10 @@ def draft_context(state: DecodeState, base: CausalLM, min_accept_prob: float = 0
 def acceptance_of(
     state: DecodeState, draft: Draft, logits: Tensor, noise: UpcomingNoise | None, walks: bool = False
 ) -> Acceptance:
-    """The accepted candidates: those that a rule for sampled drafts accepts, that the base chooses itself
-    with ``noise`` by depth, or that it finds plausible (typical acceptance).
+    """The accepted path of each row, by the request's acceptance rule, given logits (B, N, V).
 
     With ``walks`` only accepted nodes are scored, one depth after the other: less work, but the host waits
-    for the device at each."""
+    for the device at each depth."""
     if state.sampled is not None:
         return _accept_sampled(state, draft, logits)
     if state.lockstep_batch is not None:
@@ -374,7 +391,8 @@ def acceptance_of(
 def _choice(
     state: DecodeState, draft: Draft, logits: Tensor, noise: UpcomingNoise | None
 ) -> Callable[[list[int], list[int], int], list[int]]:
-    """The base's choice after nodes, as an argument of :func:`medusa.acceptance.exact.accept_by_walking`."""
+    """A function (rows, a node of each, their depth) -> the token that the base chooses after each, for
+    :func:`medusa.acceptance.exact.accept_by_walking`."""
 
     def choose_after(rows: list[int], nodes: list[int], depth: int) -> list[int]:
         scores = _scores(state, draft, logits[rows, nodes][:, None], rows, nodes)[:, 0]
@@ -388,21 +406,21 @@ def _choice(
 
 
 def _check_numbers(state: DecodeState, broken: list[int]) -> None:
-    """Raise RowsFailed where there are ``broken`` rows, whose tokens were chosen from scores that are no
-    numbers."""
+    """Raise RowsFailed if there are ``broken`` rows, whose tokens were chosen by NaN scores."""
     if broken:
         failed = [state.rows[row] for row in broken]
         raise RowsFailed(failed) from ValueError("the base model's logits are not numbers (NaN)")
 
 
 def _by_node(noise: UpcomingNoise, topology: TreeTopology, num_rows: int) -> Tensor:
-    """The noise (B, N, V) that chooses after each node."""
+    """The noise (B, N, V) with which the token after each node is chosen."""
     depths, by_depth = topology.depths.expand(num_rows, -1), noise.until(topology.max_depth + 1)
     return by_depth.gather(1, depths[..., None].expand(-1, -1, by_depth.shape[2]))
 
 
 def _accept_sampled(state: DecodeState, draft: Draft, logits: Tensor) -> Acceptance:
-    """Which candidates a rule for sampled drafts accepts, with noise of its own."""
+    """The path that a rule for sampled drafts accepts, given logits (B, N, V). Its noise is independent of
+    the drafter's."""
     scores = _scores(state, draft, logits)
     rule, seeds = state.request.rule, state.seeds
     assert rule is not None and seeds is not None and draft.proposal is not None
@@ -420,8 +438,10 @@ def _scores(
     rows: list[int] | None = None,
     nodes: list[int] | None = None,
 ) -> Tensor:
-    """Logits (R, M, V) of ``rows`` after every processor, for one of ``nodes`` in each row, or for all of
-    both; untouched when there is no processor."""
+    """Scores (R, M, V) float32: logits (R, M, V) after the logits processors of each row.
+
+    By default all rows and nodes: R = B, M = N. With ``rows`` and ``nodes`` (one node of each row): M = 1.
+    """
     rows = list(range(len(logits))) if rows is None else rows
     groups = state.rows_by_processors(rows)
     if not any(processors for processors, _ in groups):
@@ -433,9 +453,9 @@ def _scores(
         tokens=draft.tokens,
         topology=draft.topology,
     )
-    at = None if nodes is None else draft.tokens.new_tensor(nodes)[:, None]  # (R, 1)
+    node_index = None if nodes is None else draft.tokens.new_tensor(nodes)[:, None]  # (R, 1)
     if len(groups) == 1 and len(rows) == len(state.rows):
-        return process_node_logits(logits, groups[0][0], paths, at)
+        return process_node_logits(logits, groups[0][0], paths, node_index)
     scores = logits.to(torch.float32, copy=True)
     for processors, places in groups:
         if processors:
@@ -445,7 +465,10 @@ def _scores(
             )
             try:
                 scores[place] = process_node_logits(
-                    logits[place], processors, paths.of_rows(row), None if at is None else at[place]
+                    logits[place],
+                    processors,
+                    paths.of_rows(row),
+                    None if node_index is None else node_index[place],
                 )
             except Exception as error:
                 raise RowsFailed([state.rows[each] for each in row.tolist()]) from error
@@ -467,7 +490,7 @@ def _cut(
     logprobs: dict[int, list[TokenLogprobs]],
     num_replayed: int = 0,
 ) -> StepOutput:
-    """The output of a step for each row, cut where the row ends."""
+    """The output of a step, the tokens of each row cut where the row ends."""
     outputs = []
     for index, (row, new) in enumerate(zip(state.rows, seen.tokens, strict=True)):
         kept, has_ended = state.num_until_end(index, new)
@@ -480,8 +503,8 @@ def _cut(
 def _logprobs(
     state: DecodeState, logits: Tensor, path: Tensor, tokens: list[list[int]]
 ) -> dict[int, list[TokenLogprobs]]:
-    """The base's log-probabilities of each row's ``tokens``, chosen along ``path`` (B, L) long from logits
-    (B, N, V), for rows whose request asks for them."""
+    """Row index -> the base's log-probabilities of the row's ``tokens``, which were chosen along ``path``
+    (B, L) long from logits (B, N, V); only rows whose request asks for them."""
     found = {}
     for index, row in enumerate(state.rows):
         if row.request.num_logprobs is not None:
@@ -491,5 +514,5 @@ def _logprobs(
 
 
 def depths_of(num_accepted: int) -> list[int]:
-    """The depth of each token of a step; the last one is the base's own, with depth 0."""
+    """The depth at which each token of a step was drafted; the last one is the base's own, with depth 0."""
     return [*range(1, num_accepted + 1), 0]

@@ -1,16 +1,20 @@
-"""Heads whose tree takes another shape at every step, as large as before: where they are surest now.
+"""Dynamic trees: trees of a fixed number of nodes, whose shape the heads' probabilities choose at every step.
 
 A tree chosen beforehand (:func:`medusa.best_tree`) holds the rank paths that are right most often. At a given
 step the heads know better: the value of a candidate is the product of the probabilities along its path, and
 the N - 1 candidates of highest value form the tree (EAGLE-2, arXiv 2406.16858, section 4.2). Heads are
 trained towards the base's distribution, so their probability of a token is near its acceptance rate.
 
-Level by level the ``beam`` best nodes are expanded, each into ``beam`` candidates. All tensors have fixed
-shapes, so static steps can run it.
+This is a beam search: at each depth the candidates of highest value, at most ``beam`` of them, are expanded
+into their most likely next tokens. Unless ``min_accept_prob`` cuts it short, all tensors have fixed shapes,
+so static steps can run it.
 
-A base that keeps a state (:mod:`medusa.base.recurrent`) follows one path a step. For it
-:class:`BestPathDrafter` takes of such a tree the path that is expected to give most tokens: that with the
+A recurrent base (:mod:`medusa.base.recurrent`) verifies only one path per step. For it
+:class:`BestPathDrafter` takes the path of such a tree that is expected to give most tokens: that with the
 largest sum of the probabilities of its nodes.
+
+Shapes beside those of :mod:`medusa`: C candidates, M nodes of the beam, R of the heads' best tokens after
+each, W tokens that a suffix match expects after each, V' tokens that the heads score.
 """
 
 from __future__ import annotations
@@ -37,47 +41,48 @@ from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 MIN_BEAM, MAX_BEAM = 4, 16
-"""A small tree loses candidates below the first; past the second, drafting costs more than it finds."""
+"""Bounds of the width of the beam. Below the first a small tree loses good candidates; above the second,
+drafting costs more than it finds."""
 WORST = -1e30
-"""The least that a token adds to the value of its path, and what scores that are no numbers add: values can
-always be compared, and no child is worth more than its parent."""
+"""The lowest log-probability of a token, also where the heads give NaN. So values can always be compared, and
+no child is worth more than its parent."""
 
 
 class DynamicDrafter(LevelDrafter):
-    """Fills trees with the same number of nodes as ``tree`` and at most its depth, of a shape that the heads
-    choose.
+    """Fills trees with as many nodes as ``tree``, of a shape that the heads choose; the heads reach down to
+    the depth of ``tree``.
 
-    A mixin for fixed-tree drafters; the host class scores the nodes.
+    A mixin for fixed-tree drafters; the class that it is mixed into scores the nodes.
 
-    With ``suffix_length`` above 0 a suffix match of up to this number of tokens is mixed in
-    (:func:`medusa.drafters.suffix.longest_match`). After a match of c tokens the next token is the
-    continuation with probability :data:`MATCH_WEIGHTS` [c], and else follows the heads' distribution: a
-    mixture of two distributions (pointer-generator networks, arXiv 1704.04368, equation 9). So a token that
-    both expect is one node, with a higher value than from either source, and the heads also predict the
-    tokens after the match. Below the deepest head only the match continues.
+    With ``suffix_length`` above 0, continuations of earlier occurrences of the last tokens, up to
+    ``suffix_length`` tokens long, are mixed in (:mod:`medusa.drafters.suffix`). After a single match of c
+    tokens the next token is the continuation with probability :data:`MATCH_WEIGHTS` [c], and else follows the
+    heads' distribution: a mixture of two distributions (pointer-generator networks, arXiv 1704.04368, eq. 9).
+    So a token that both expect is one node, with a higher value than from either source, and the heads also
+    predict the tokens after the match. Below the deepest head only the match continues.
 
-    For rules that compare two distributions candidates are drawn in ``tree`` itself. With a suffix match they
-    cannot be drawn, and such rules refuse it.
+    For rules that compare two distributions, candidates are drawn in the fixed ``tree``. With a suffix match
+    they cannot be drawn, and such rules refuse this drafter.
     """
 
     suffix_length = 0
-    """Tokens of a suffix match that take part."""
+    """How many tokens of a continuation are drafted at most."""
     optional_nodes = 0
-    """Optional nodes beyond the size of ``tree``, verified only where they pay."""
+    """Nodes beyond the size of ``tree``, which are verified only if they are likely enough."""
     has_kernels = False
-    """Whether the operators of :mod:`medusa.engine.kernels` grow the tree; they draft what these here do."""
+    """Whether the operators of :mod:`medusa.engine.kernels` make the tree. The draft is the same."""
     trust: Tensor
     """(sources,): learned log-weight of each suffix-match source, clamped (see
     :func:`medusa.drafters.suffix.continuations`). Drafters that are derived from one another share it."""
-    _source_guesses: Tensor | None = None  # of the step before
+    _source_guesses: Tensor | None = None  # `Continuations.source_guesses` of the previous step
 
     def _shape(self, tree: CandidateTree) -> None:
         super()._shape(tree)
         suffix_length = self.suffix_length
         wanted, device = tree.num_nodes - 1, self._ranks.device
         self.beam = min(max(MIN_BEAM, tree.num_nodes // 2), MAX_BEAM)
-        parents = 1 + (tree.depth - 1) * self.beam  # at most, over all levels
-        self._fanout = min(max(self.beam, -(-wanted // parents)), self.num_columns)
+        num_expanded = 1 + (tree.depth - 1) * self.beam  # nodes that are expanded at most, over all levels
+        self._fanout = min(max(self.beam, -(-wanted // num_expanded)), self.num_columns)  # R
         sizes: list[int] = []  # candidates of each level
         while len(sizes) < tree.depth:
             fanout = self._fanout + MAX_CHILDREN * (len(sizes) < suffix_length)
@@ -89,8 +94,8 @@ class DynamicDrafter(LevelDrafter):
         self._columns[tokens] = torch.arange(len(tokens), device=device)
 
     def with_suffix(self, suffix_length: int, optional_nodes: int = 0) -> Self:
-        """The same heads, together with a suffix match of ``suffix_length`` tokens; ``optional_nodes`` more
-        than ``tree`` has."""
+        """The same heads, with continuations of ``suffix_length`` tokens mixed in, and ``optional_nodes``
+        nodes more than ``tree`` has."""
         other = copy.copy(self)
         other.suffix_length, other.optional_nodes = suffix_length, optional_nodes
         return other.with_tree()
@@ -106,17 +111,17 @@ class DynamicDrafter(LevelDrafter):
     @property
     @abstractmethod
     def num_columns(self) -> int:
-        """V': tokens that the heads score."""
+        """V': how many tokens the heads score."""
 
     @abstractmethod
     def logits_after_beam(self, context: DraftContext, paths: Tensor, parents: Tensor | None) -> Tensor:
-        """Logits (B, M, V') of what follows the M nodes of a level's beam, in the columns of ``token_map``.
+        """The heads' logits (B, M, V') after each of the M nodes of the beam at one depth.
 
-        Called once per level, from the root down.
+        Called once per depth, from the root down.
 
         Args:
             paths: (B, M, depth) long, the tokens from the root to each node.
-            parents: (B, M) long, the places of their parents in the beam before; None for the root.
+            parents: (B, M) long, the index of each node's parent in the previous beam; None for the root.
         """
 
     @property
@@ -139,11 +144,13 @@ class DynamicDrafter(LevelDrafter):
         if self.has_kernels:
             return self._ranked_by_kernels(context, expected)
         tokens, values, parents, depths = self._candidates(context, expected)  # (B, C) each
-        # No candidate has a higher value than its parent, which comes before it and wins a tie.
+        # No candidate has a higher value than its parent, which comes before it and, as the sort is stable,
+        # wins a tie. So the parents of all chosen candidates are chosen too.
         path_logprob, order = values.sort(dim=1, descending=True, stable=True)
         path_logprob, chosen = path_logprob[:, : self.num_nodes - 1], order[:, : self.num_nodes - 1]
         root = context.root[:, None]
         kept_parents = parents.gather(1, chosen)
+        # Candidate numbers of parents to node numbers: the place of the parent among the chosen.
         nodes = (chosen[:, None] == kept_parents[..., None]).int().argmax(2) + 1
         topology = TreeTopology.from_parents(
             torch.cat([torch.zeros_like(root), nodes.masked_fill(kept_parents < 0, 0)], dim=1),
@@ -155,9 +162,9 @@ class DynamicDrafter(LevelDrafter):
         return Draft(tokens, topology, path_logprob=path_logprob, num_optional_nodes=self.optional_nodes)
 
     def _ranked_by_kernels(self, context: DraftContext, expected: Continuations) -> Draft:
-        """The same draft with the operators of :mod:`medusa.engine.kernels`: one for a level in the place of
-        some thirty."""
-        kernels, levels, first = torch.ops.medusa, [], 0
+        """The same draft with the operators of :mod:`medusa.engine.kernels`: one operator per depth in place
+        of some thirty."""
+        kernels, levels, num_candidates = torch.ops.medusa, [], 0
         match = expected.tokens, expected.children, expected.shares
         sharpness = None
         if context.noise is not None:
@@ -167,13 +174,13 @@ class DynamicDrafter(LevelDrafter):
         for depth in range(1, self.tree.depth + 1):
             logits = self.logits_after_beam(context, paths, parents).float()
             noise = None if context.noise is None else context.noise.until(depth)
-            given = logits, sharpness, noise, self.token_map, self._columns, *match, paths, *beam
+            inputs = logits, sharpness, noise, self.token_map, self._columns, *match, paths, *beam
             wanted, is_expected = self.tree.num_nodes - 1, depth <= self.suffix_length
-            limits = wanted, first, self._fanout, self.beam, is_expected, context.min_accept_prob
-            grown, goes_on = kernels.grow(*given, leading, *limits)
-            *level, paths, follows, path_logprob, numbers, parents, leading = grown
+            limits = wanted, num_candidates, self._fanout, self.beam, is_expected, context.min_accept_prob
+            grown, goes_on = kernels.grow(*inputs, leading, *limits)
+            *level, paths, match_nodes, path_logprob, numbers, parents, leading = grown
             levels += level
-            beam, first = (follows, path_logprob, numbers), first + level[0].shape[1]
+            beam, num_candidates = (match_nodes, path_logprob, numbers), num_candidates + level[0].shape[1]
             if not goes_on:  # the tree is full, or nothing below is likely enough to be verified
                 break
         sizes = self.num_nodes, self.max_depth
@@ -187,124 +194,138 @@ class DynamicDrafter(LevelDrafter):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Tokens, values (log-probabilities of paths), parents and depths of all candidates, level by level.
 
-        (B, C) each; parents count candidates, -1 is the root.
+        (B, C) each. Candidates are numbered in this order; a parent is the number of a candidate, or -1 for
+        the root. ``expected`` are the continuations of suffix matches.
         """
-        paths = context.root[:, None, None]  # (B, M, depth): the beam, tokens from the root on
-        beam = paths.new_full(paths.shape[:2], -1)  # (B, M): which candidates they are
-        path_logprob = torch.zeros(beam.shape, dtype=torch.float32, device=beam.device)
-        at = torch.zeros_like(beam)  # (B, M): the node of `expected` that they are; -1 for none
+        # The beam: M nodes that are expanded next, at first the root.
+        paths = context.root[:, None, None]  # (B, M, depth): the tokens from the root to each
+        numbers = paths.new_full(paths.shape[:2], -1)  # (B, M): its number as a candidate
+        path_logprob = torch.zeros(numbers.shape, dtype=torch.float32, device=numbers.device)  # (B, M)
+        match_nodes = torch.zeros_like(numbers)  # (B, M): the node of `expected` with the same path, or -1
         found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        first, parents = 0, None
+        num_candidates, parents = 0, None
         for depth in range(1, self.tree.depth + 1):
             logits = self.logits_after_beam(context, paths, parents)
             if depth <= self.suffix_length:
-                tokens, log_q, nodes = self._mixed(context, depth, logits, expected, at)  # (B, M, R + W)
+                # (B, M, R + W) each
+                tokens, log_q, nodes = self._mixed(context, depth, logits, expected, match_nodes)
             else:
                 scores = self.scores(context, depth, logits).float()
                 log_q, columns = scores.log_softmax(-1).topk(self._fanout, dim=-1)  # (B, M, R)
                 tokens, nodes = self._tokens_in(columns), torch.full_like(columns, -1)
             fanout, tokens = tokens.shape[2], tokens.flatten(1)
-            log_q = log_q.nan_to_num(nan=WORST).clamp(WORST, 0)  # one NaN or infinity makes a whole row NaN
+            log_q = log_q.nan_to_num(nan=WORST).clamp(WORST, 0)  # one NaN logit makes a whole softmax NaN
             values = (path_logprob[..., None] + log_q).flatten(1)
             found.append(
-                (tokens, values, beam.repeat_interleave(fanout, dim=1), torch.full_like(tokens, depth))
+                (tokens, values, numbers.repeat_interleave(fanout, dim=1), torch.full_like(tokens, depth))
             )
+            # The next beam: the best candidates of this depth.
             path_logprob, kept = values.topk(min(self.beam, values.shape[1]), dim=1)
             if context.min_accept_prob > 0:
                 width = max(1, int((path_logprob.exp() >= context.min_accept_prob).sum(1).max()))
                 path_logprob, kept = path_logprob[:, :width], kept[:, :width]
-            parents, at = kept // fanout, nodes.flatten(1).gather(1, kept)
-            came_from = parents[..., None].expand(-1, -1, depth)
-            paths = torch.cat([paths.gather(1, came_from), tokens.gather(1, kept)[..., None]], dim=2)
-            beam, first = first + kept, first + values.shape[1]
+            parents, match_nodes = kept // fanout, nodes.flatten(1).gather(1, kept)
+            parent_index = parents[..., None].expand(-1, -1, depth)
+            paths = torch.cat([paths.gather(1, parent_index), tokens.gather(1, kept)[..., None]], dim=2)
+            numbers, num_candidates = num_candidates + kept, num_candidates + values.shape[1]
             if context.min_accept_prob > 0 and path_logprob[:, 0].exp().mean() < context.min_accept_prob:
                 break
-        if self.suffix_length > depth:  # of the last level that was looked at
-            found.append(self._below_heads(expected, beam, path_logprob, at, first, depth))
+        if self.suffix_length > depth:  # `depth` is the last that was expanded
+            beam = numbers, path_logprob, match_nodes
+            found.append(self._below_heads(expected, *beam, num_candidates, depth))
         missing = self.num_nodes - 1 - sum(each[0].shape[1] for each in found)
-        if missing > 0:  # levels were left out
+        if missing > 0:  # the loop ended early: fill up with candidates of probability 0
             root = context.root[:, None].expand(-1, missing)
             nothing = torch.full_like(root, -torch.inf, dtype=path_logprob.dtype)
             found.append((root, nothing, torch.full_like(root, -1), torch.ones_like(root)))
-        tokens, values, above, depths = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
-        return tokens, values, above, depths
+        tokens, values, all_parents, depths = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
+        return tokens, values, all_parents, depths
 
     def _tokens_in(self, columns: Tensor) -> Tensor:
-        """The token ids of columns of the heads' logits."""
+        """The token ids of ``columns`` of the heads' logits, of any shape."""
         return columns if self.token_map is None else self.token_map[columns]
 
     def _mixed(
-        self, context: DraftContext, depth: int, logits: Tensor, expected: Continuations, at: Tensor
+        self, context: DraftContext, depth: int, logits: Tensor, expected: Continuations, match_nodes: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The heads' R best tokens after each node, and last the W that are expected after ``at`` (B, M);
-        log-probabilities of them all in the mixture, and which nodes of ``expected`` they are, -1 for none.
+        """The candidates after each node of the beam, at a depth where a suffix match takes part: first the
+        heads' R best tokens, then the W tokens that follow node ``match_nodes`` (B, M) of ``expected``.
 
-        (B, M, R + W) each. Missing entries, where fewer than W tokens are expected, have probability 0.
+        Returns their tokens, their log-probabilities in the mixture, and which nodes of ``expected`` they are
+        (-1 for none), (B, M, R + W) each. Where fewer than W tokens are expected, the entries left over have
+        probability 0.
         """
         width = expected.children.shape[2]
-        row = torch.arange(len(at), device=at.device)[:, None]
-        nodes = expected.children[row, at.clamp(min=0)].masked_fill(at[..., None] < 0, 0)  # (B, M, W)
+        row = torch.arange(len(match_nodes), device=match_nodes.device)[:, None]
+        nodes = expected.children[row, match_nodes.clamp(min=0)]  # (B, M, W)
+        nodes = nodes.masked_fill(match_nodes[..., None] < 0, 0)
         tokens, weights = expected.tokens[row[..., None], nodes], expected.shares[row[..., None], nodes]
         weights = weights * (nodes > 0)
         columns = self._columns[tokens]
-        is_known = (nodes > 0) & (columns >= 0)
-        places, infinity = columns.clamp(min=0), torch.inf
+        is_scored = (nodes > 0) & (columns >= 0)  # expected tokens that the heads score too
+        columns, infinity = columns.clamp(min=0), torch.inf
         log_q = (logits.float() * context.sharpness(self.beta)).log_softmax(-1)
-        known = log_q.gather(2, places).nan_to_num(nan=WORST).masked_fill(~is_known, -infinity)
-        without = torch.full_like(known, infinity).masked_fill(is_known, -infinity)
-        log_q = log_q.scatter_reduce(2, places, without, "amin")
-        others = torch.log1p(-weights.sum(2, keepdim=True))  # (B, M, 1)
-        own = torch.logaddexp(known + others, weights.log())
+        of_heads = log_q.gather(2, columns).nan_to_num(nan=WORST).masked_fill(~is_scored, -infinity)
+        # A token is one candidate: expected tokens are taken out of the heads' distribution.
+        excluded = torch.full_like(of_heads, infinity).masked_fill(is_scored, -infinity)
+        log_q = log_q.scatter_reduce(2, columns, excluded, "amin")
+        # Mixture: an expected token has its weight plus the heads' share of it, the others the heads' share.
+        share = torch.log1p(-weights.sum(2, keepdim=True))  # (B, M, 1): log of what is left to the heads
+        of_match = torch.logaddexp(of_heads + share, weights.log())  # (B, M, W)
         if context.noise is not None:
             noise = context.noise.until(depth)[:, None, depth - 1]  # (B, 1, V)
             log_q = log_q + self.in_columns(noise)
-            own = own + noise.expand(-1, at.shape[1], -1).gather(2, tokens)
-            total = torch.logaddexp(log_q.logsumexp(-1, True) + others, own.logsumexp(-1, True))
-            others, own = others - total, own - total
-        best, columns = log_q.topk(self._fanout, dim=-1)  # (B, M, R)
+            of_match = of_match + noise.expand(-1, match_nodes.shape[1], -1).gather(2, tokens)
+            total = torch.logaddexp(log_q.logsumexp(-1, True) + share, of_match.logsumexp(-1, True))
+            share, of_match = share - total, of_match - total
+        best, best_columns = log_q.topk(self._fanout, dim=-1)  # (B, M, R)
         all_nodes = torch.nn.functional.pad(nodes.masked_fill(nodes == 0, -1), (self._fanout, 0), value=-1)
         assert all_nodes.shape[2] == self._fanout + width
         return (
-            torch.cat([self._tokens_in(columns), tokens], dim=2),
-            torch.cat([best + others, own], dim=2),
+            torch.cat([self._tokens_in(best_columns), tokens], dim=2),
+            torch.cat([best + share, of_match], dim=2),
             all_nodes,
         )
 
     def _below_heads(
         self,
         expected: Continuations,
-        beam: Tensor,
+        numbers: Tensor,
         path_logprob: Tensor,
-        at: Tensor,
-        first: int,
+        match_nodes: Tensor,
+        num_candidates: int,
         beam_depth: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The continuations below the deepest head, in the form of :meth:`_candidates`: all nodes of
-        ``expected`` but its root; nodes that are not below the last beam get probability 0 and the root as
+        ``expected`` but its root. Nodes that are not below the last beam get probability 0 and the root as
         parent.
 
-        ``path_logprob``, ``at`` (B, M) are of the beam (B, M) at ``beam_depth``, numbers of candidates; the
-        first of these is number ``first``.
+        ``numbers``, ``path_logprob`` and ``match_nodes`` (B, M) describe the beam at ``beam_depth``, as in
+        :meth:`_candidates`. The returned candidates are numbered from ``num_candidates`` on.
         """
         rows, num_nodes = expected.tokens.shape
-        spare = at.masked_fill(at < 0, num_nodes)  # an extra column for "no node"
-        value = path_logprob.new_full((rows, num_nodes + 1), -torch.inf).scatter(1, spare, path_logprob)[
-            :, :-1
-        ]
-        number = torch.arange(first - 1, first - 1 + num_nodes, device=at.device).repeat(rows, 1)
-        number = torch.nn.functional.pad(number, (0, 1)).scatter(1, spare, beam)[:, :-1]
+        # Move the beam's values and numbers to its nodes in `expected`; -1 goes to a column that is cut off.
+        columns = match_nodes.masked_fill(match_nodes < 0, num_nodes)
+        value = path_logprob.new_full((rows, num_nodes + 1), -torch.inf).scatter(1, columns, path_logprob)
+        value = value[:, :-1]
+        first = num_candidates - 1  # the number of node 0, which is not returned
+        number = torch.arange(first, first + num_nodes, device=match_nodes.device).repeat(rows, 1)
+        number = torch.nn.functional.pad(number, (0, 1)).scatter(1, columns, numbers)[:, :-1]
+        # Pass (value, depth) from the beam's nodes down to all nodes below them.
         in_beam, parents = value > -torch.inf, expected.parents
-        is_reached, level = in_beam, torch.stack([value, torch.full_like(value, beam_depth)])
-        step = torch.stack([expected.shares.log(), torch.ones_like(value)])
-        above = parents.expand(2, -1, -1)
-        for _ in range(self.suffix_length - beam_depth):  # a level of `expected` each time
+        is_reached, value_and_depth = in_beam, torch.stack([value, torch.full_like(value, beam_depth)])
+        increment = torch.stack([expected.shares.log(), torch.ones_like(value)])
+        parent_index = parents.expand(2, -1, -1)
+        for _ in range(self.suffix_length - beam_depth):  # one level of `expected` each time
             is_next = is_reached.gather(1, parents) > is_reached
-            level = torch.where(is_next, level.gather(2, above) + step, level)
+            of_children = value_and_depth.gather(2, parent_index) + increment
+            value_and_depth = torch.where(is_next, of_children, value_and_depth)
             is_reached = is_reached | is_next
-        is_other = in_beam | ~is_reached
-        values, depth = level[0].masked_fill(is_other, -torch.inf), level[1].long().masked_fill(is_other, 1)
-        above = number.gather(1, parents).masked_fill(is_other, -1)
-        return expected.tokens[:, 1:], values[:, 1:], above[:, 1:], depth[:, 1:]
+        is_excluded = in_beam | ~is_reached
+        values = value_and_depth[0].masked_fill(is_excluded, -torch.inf)
+        depth = value_and_depth[1].long().masked_fill(is_excluded, 1)
+        parent_numbers = number.gather(1, parents).masked_fill(is_excluded, -1)
+        return expected.tokens[:, 1:], values[:, 1:], parent_numbers[:, 1:], depth[:, 1:]
 
 
 class DynamicHeadsDrafter(DynamicDrafter, HeadsDrafter):
@@ -327,13 +348,14 @@ class DynamicHeadsDrafter(DynamicDrafter, HeadsDrafter):
 
 
 class DynamicAutoregressiveDrafter(DynamicDrafter, AutoregressiveDrafter):
-    """An autoregressive head in dynamic trees: it runs only on the nodes of each beam."""
+    """An autoregressive head in dynamic trees: it runs only on the nodes of each beam, as a tree of their
+    own."""
 
     def __init__(self, head: AutoregressiveHead, base: CausalLM, tree: CandidateTree):
         self.has_kernels, self.trust = packed_as(base) is not None, no_trust()
         AutoregressiveDrafter.__init__(self, head, base, tree)
         self._parents = self._depths_run = torch.empty(0, dtype=torch.long)
-        """(B, M) long each: of the nodes run in this step, as a tree of their own."""
+        """(B, nodes run so far in this step) long each: their parents and depths in that tree."""
 
     @property
     def num_columns(self) -> int:
@@ -356,11 +378,11 @@ class DynamicAutoregressiveDrafter(DynamicDrafter, AutoregressiveDrafter):
 
 
 WIDTH = 8
-"""Number of parallel chains whose nodes the tree has, hence of compared candidates."""
+"""The tree that is searched has as many nodes as this number of chains of its depth."""
 
 
 class BestPathDrafter(StatelessDrafter):
-    """Drafts the best path of the trees of ``drafter``, as deep as these."""
+    """Drafts the best path (:func:`best_path`) of the dynamic trees of ``drafter``; for recurrent bases."""
 
     def __init__(self, drafter: DynamicDrafter):
         self._drafter = drafter.with_tree(independent_chains(WIDTH, drafter.tree.depth))
@@ -387,13 +409,15 @@ class BestPathDrafter(StatelessDrafter):
 
 def best_path(draft: Draft) -> Draft:
     """The path of ``draft``, which must have ``path_logprob``, with the highest expected number of accepted
-    tokens: a chain with the depth of the deepest row; shorter rows repeat their last token with probability
-    0."""
+    tokens.
+
+    It is a chain as long as the longest path of all rows; shorter rows repeat their last token, with
+    probability 0.
+    """
     assert draft.path_logprob is not None
     topology = draft.topology
-    expected = (topology.ancestors * draft.path_logprob.exp()[:, None]).sum(
-        2
-    )  # (B, N): of the path to each node
+    # (B, N): expected number of accepted tokens on the path to each node
+    expected = (topology.ancestors * draft.path_logprob.exp()[:, None]).sum(2)
     best = expected.argmax(1)
     depths = topology.depths.expand_as(draft.tokens).gather(1, best[:, None])  # (B, 1)
     lineage = topology.lineage.expand(len(best), -1, -1)[torch.arange(len(best), device=best.device), best]

@@ -1,21 +1,25 @@
-"""Losses of all kinds of training: targets, objectives, and a loss that never holds all logits.
+"""Losses of all kinds of training: targets, objectives, and a fused loss that never holds all logits.
 
-The token at position j of a document is the target of depth d when it is a label token; the hidden state that
-predicts it is at j - 1 - d of the same document. Depth 0 is the base model's own head. So all heads and the
-base share their targets, and a teacher row serves every head.
+Each label token of a document is a target, of all depths. The target at position j is predicted by head d
+from the hidden state at j - 1 - d of the same document; depth 0 is the base model's own LM head. All depths
+share their targets, and so the *teacher* too: the base's distribution p for each target, from which heads
+learn by KL(p || q).
 
     L = sum over depths d of (sum over targets of w_d * loss_d) / num_scored_d
 
-The memory of the loss is flat in the targets, the depths and the vocabulary. Depths are taken one by one and
-targets block by block: forward, loss and backward of one block of logits (C, V) happen before the next block
-exists, and only the gradients stay. To autograd (and to whatever wraps the module: DDP, accelerate) it is one
-function of the hidden states and the parameters.
+The memory of logits does not grow with the targets, the depths or the vocabulary. Targets are taken block by
+block, and in each the depths one by one: forward, loss and backward of one block of logits (C, V') happen
+before the next block exists, and only the gradients stay. To autograd (and to what wraps the module: DDP,
+accelerate) it is one function of the hidden states and the parameters.
 
 If the heads are sharded over processes, all blocks of one depth come before the blocks of the next, so that
-one head is gathered at a time. The teacher then sees each block once for each depth.
+one head is gathered at a time. The teacher then runs on each block once per depth.
 
-``num_scored`` is given from outside, so that micro-batches and processes add up to exactly the gradient
-of the joined batch.
+``num_scored``, the number of targets of the whole optimiser step, is given from outside. So the gradients of
+micro-batches and processes add up to exactly the gradient of one large batch.
+
+Shapes beside those of :mod:`medusa`: P hidden states, S targets, C targets of a block, U label tokens without
+a column, V' columns of the heads' logits (the vocabulary, or fewer with a token map).
 """
 
 from __future__ import annotations
@@ -38,18 +42,19 @@ from medusa.training.config import LossOptions
 
 @dataclass(frozen=True)
 class Alignment:
-    """Targets of one micro-batch and where each is predicted from. S targets, P hidden states."""
+    """The targets of one micro-batch, and the hidden state that each depth predicts them from."""
 
     columns: Tensor
     """(S,) long: the logits column of each target."""
     sources: Tensor
-    """(K + 1, S) long: index in [0, P) of the state from which depth d predicts it; -1 where that position is
-    before the document. Row 0 belongs to the base's own head."""
+    """(K + 1, S) long: row d holds the index in [0, P) of the state from which depth d predicts each target;
+    -1 where that position is before the document. Row 0 belongs to the base's own LM head."""
     preceding: Tensor
-    """(K, S) long: row d-1 holds the token d positions before each target (undefined before the document
-    start). The path of depth d is the first d rows, the nearest first."""
+    """(K, S) long: row d - 1 holds the token d positions before each target (undefined before the start of
+    the document). The first d rows are the tokens between head d's state and the target, nearest first."""
     unmapped: Tensor
-    """(K, U) long: the sources, by depth, of the U label tokens that have no column; -1 as above."""
+    """(K, U) long: the sources of the U label tokens that have no column, without the row of depth 0; -1 as
+    above."""
 
     @property
     def num_heads(self) -> int:
@@ -57,7 +62,7 @@ class Alignment:
 
     @property
     def num_unmapped(self) -> Tensor:
-        """(K,) long: label tokens without a column that some state could have predicted, by depth."""
+        """(K,) long: by depth, label tokens without a column for which there is a state."""
         return (self.unmapped >= 0).sum(1)
 
     def to(self, device: torch.device) -> Alignment:
@@ -65,7 +70,8 @@ class Alignment:
         return Alignment(*(each.to(device, non_blocking=True) for each in parts))
 
     def path(self, depth: int, targets: slice) -> Tensor:
-        """(C, depth) long: the tokens between the state that ``depth`` predicts from and each target."""
+        """(C, depth) long: the tokens between the state that ``depth`` predicts from and each target, in the
+        order of the text."""
         return self.preceding[:depth, targets].flip(0).T
 
 
@@ -76,7 +82,7 @@ def align(
     num_heads: int,
     column_of: Tensor | None = None,
 ) -> Alignment:
-    """Alignment of documents laid out one after the other.
+    """The targets of documents that are laid out one after the other.
 
     Args:
         tokens: (P,) long.
@@ -86,19 +92,20 @@ def align(
         column_of: (V,) long, the logits column of each token and -1 for tokens without one. None: the
             token id is the column.
     """
-    # A document's first token is predicted by nothing.
+    # No state predicts the first token of a document.
     targets = (is_label & (positions > 0)).nonzero().flatten()
     columns = tokens[targets] if column_of is None else column_of[tokens[targets]]
     depths = torch.arange(num_heads + 1)[:, None]
     sources = targets - 1 - depths  # (K + 1, S)
     preceding = tokens[sources[:-1].clamp(min=0)]  # (K, S)
     inside = positions[targets] - 1 >= depths
-    sources, mapped = sources.masked_fill(~inside, -1), columns >= 0
-    return Alignment(columns[mapped], sources[:, mapped], preceding[:, mapped], sources[1:, ~mapped])
+    sources, has_column = sources.masked_fill(~inside, -1), columns >= 0
+    unmapped = sources[1:, ~has_column]
+    return Alignment(columns[has_column], sources[:, has_column], preceding[:, has_column], unmapped)
 
 
 def needed_states(is_label: Tensor, positions: Tensor, num_heads: int) -> Tensor:
-    """(P,) bool: the positions whose hidden state some depth, 0 included, predicts a label from."""
+    """(P,) bool: the positions from whose hidden state some depth, 0 included, predicts a label."""
     needed = torch.zeros_like(is_label)
     targets = (is_label & (positions > 0)).nonzero().flatten()
     for depth in range(num_heads + 1):
@@ -112,7 +119,7 @@ Teacher = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TeacherRows:
-    """The base model's own distribution p for C targets."""
+    """The base model's distribution p for C targets."""
 
     probabilities: Tensor
     """(C, V')."""
@@ -123,6 +130,7 @@ class TeacherRows:
 
     @classmethod
     def of_logits(cls, logits: Tensor) -> TeacherRows:
+        """The softmax of logits (C, V')."""
         log_p = logits.log_softmax(-1, dtype=torch.float32)
         p = log_p.exp()
         return cls(p, log_p, -expected(p, log_p))
@@ -133,16 +141,17 @@ class TeacherRows:
 
 
 def expected(probabilities: Tensor, values: Tensor) -> Tensor:
-    """(C,): the mean of values (C, V) under each row of probabilities (C, V); autocast does not round it."""
+    """(C,): the mean of values (C, V') under probabilities (C, V'), row by row; not rounded by autocast."""
     with torch.autocast(probabilities.device.type, enabled=False):
         return torch.einsum("cv,cv->c", probabilities, values)
 
 
 def teacher_of(base: CausalLM, token_map: Tensor | None = None) -> Teacher:
-    """Hidden states (C, D) -> the base's logits (C, V'), in the columns of ``token_map`` (V',) if given.
+    """A function: hidden states (C, D) -> the base's logits (C, V'), if given only of the tokens in
+    ``token_map`` (V',) long.
 
-    Some architectures scale or cap what their LM head gives. Whether this one does is found out by
-    a trial; if so, the states are sent through the model's own forward pass.
+    Some architectures scale or cap the output of their LM head. A trial finds out whether this one does; if
+    so, the model's own code computes the logits.
     """
     embedding = lm_head(base)
     probe = torch.randn(3, hidden_size(base), generator=torch.Generator().manual_seed(0))
@@ -158,7 +167,7 @@ def teacher_of(base: CausalLM, token_map: Tensor | None = None) -> Teacher:
     return GatheredRows(embedding, token_map)
 
 
-S = TypeVar("S", bound=tuple)
+S = TypeVar("S", bound=tuple)  # a tuple of sums, such as LossSums
 _TILE_ELEMENTS = 2**18
 """Logits that a CPU processes at a time, so that intermediate results stay in its caches."""
 
@@ -170,8 +179,8 @@ class LossSums(NamedTuple):
     weighted: Tensor  # the objective: each loss times the weight of its target
     top1: Tensor  # long; targets that were the first guess
     top5: Tensor  # long; targets among the first five guesses
-    num_labels: Tensor  # long; all targets, the denominator of a hit rate
-    num_scored: Tensor  # long; targets with a column, the denominator of the loss
+    num_labels: Tensor  # long; label tokens, with a column or without: the denominator of a hit rate
+    num_scored: Tensor  # long; those with a column: the denominator of the loss
 
     @classmethod
     def zeros(cls, num_depths: int, device: torch.device | str = "cpu") -> LossSums:
@@ -186,8 +195,8 @@ class LossSums(NamedTuple):
     def metrics(self, name: str) -> dict[str, float]:
         """``name/loss``, the total, and by depth d ``name/loss_d``, ``name/top1_d``, ``name/top5_d``.
 
-        Empty when there are no labels.
-        A target that the heads have no column for counts as a miss in the hit rates and not in the loss.
+        Empty if there are no labels. A label token without a column counts as a miss in the hit rates, and
+        not in the loss.
         """
         if not int(self.num_labels.sum()):
             return {}
@@ -222,20 +231,21 @@ def from_lists(zeros: S, saved: list[Any]) -> S:
 def _loss_and_gradient(
     log_q: Tensor, columns: Tensor, teacher: TeacherRows | None, kl_weight: float
 ) -> tuple[Tensor, Tensor]:
-    """kl_weight * KL(p || q) + (1 - kl_weight) * cross-entropy of each row, (C,), and its gradient to the
-    logits, (C, V), which overwrites log q (C, V): a block is the largest thing training holds, so it is held
-    once.
+    """The loss of each target, (C,): kl_weight * KL(p || q) + (1 - kl_weight) * cross-entropy; and its
+    gradient with respect to the logits, (C, V').
 
     Args:
+        log_q: (C, V'), overwritten by the gradient: a block is the largest tensor of training, so there is
+            only one of its size.
         columns: (C,) long, the targets.
-        teacher: p; needed where ``kl_weight`` is above 0.
+        teacher: p; needed if ``kl_weight`` is above 0.
     """
     targets, ce_weight = columns[:, None], 1 - kl_weight
     loss = ce_weight * -log_q.gather(1, targets)[:, 0]
     if kl_weight:
         assert teacher is not None
         loss += kl_weight * (-teacher.entropy - expected(teacher.probabilities, log_q))
-    gradient = log_q.exp_()
+    gradient = log_q.exp_()  # q - (kl_weight * p + ce_weight * one_hot(target))
     if kl_weight:
         assert teacher is not None
         gradient.sub_(teacher.probabilities, alpha=kl_weight)
@@ -245,14 +255,15 @@ def _loss_and_gradient(
 
 
 class SplitHeads:
-    """The shard of each head's parameters on every process: an equal part of their rows.
+    """Shards each head's parameters over the processes, by their rows; gathers one head at a time.
 
-    The modules hold these parts, as DTensors, for the optimiser and checkpoints to see. All processes must be
-    in :meth:`gathered` for the same head at the same time.
+    The modules hold the shards, as DTensors, for the optimiser and checkpoints to see. All processes must
+    enter :meth:`gathered` for the same head at the same time.
     """
 
     def __init__(self, heads: MedusaHeads, mesh: DeviceMesh):
-        """Shard the parameters of ``heads`` that only one head reads; the values are the first process's."""
+        """Shard those parameters of ``heads`` that only one head reads. Their values are taken from the first
+        process."""
         self._mesh = mesh
         self._places = [_places_of(heads, index) for index in range(heads.num_heads)]
         for places in self._places:
@@ -262,36 +273,37 @@ class SplitHeads:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parts."""
+        """The shards, as DTensors."""
         return [getattr(module, name) for places in self._places for module, name in places]
 
     @contextmanager
     def gathered(self, index: int, gradients: dict[Tensor, Tensor]) -> Iterator[dict[Tensor, Tensor]]:
-        """Within the block the head at ``index`` (from 0) has its whole parameters, and no other has.
+        """Within this context the head at ``index`` (from 0) has its full parameters, and no other has.
 
-        Yields ``gradients`` with a tensor for each gathered parameter whose shard has one. Values added to
-        these are afterwards averaged over the processes, and added to the gradients of the shards.
+        Yields a copy of the dict ``gradients`` (parameter -> its gradient), with an entry for each full
+        parameter whose shard has one. At the end these are averaged over the processes, and added to the
+        gradients of the shards.
         """
-        parts = [(module, name, getattr(module, name)) for module, name in self._places[index]]
-        found: dict[DTensor, Tensor] = {}
+        shards = [(module, name, getattr(module, name)) for module, name in self._places[index]]
+        full_gradients: dict[DTensor, Tensor] = {}
         inside = dict(gradients)
-        for module, name, part in parts:
-            whole = nn.Parameter(part.detach().full_tensor())
-            setattr(module, name, whole)
-            if part in gradients:
-                found[part] = inside[whole] = torch.zeros_like(whole)
+        for module, name, shard in shards:
+            full = nn.Parameter(shard.detach().full_tensor())
+            setattr(module, name, full)
+            if shard in gradients:
+                full_gradients[shard] = inside[full] = torch.zeros_like(full)
         try:
             yield inside
         finally:
-            for module, name, part in parts:
-                setattr(module, name, part)
-        for part, gradient in found.items():
+            for module, name, shard in shards:
+                setattr(module, name, shard)
+        for shard, gradient in full_gradients.items():
             total = DTensor.from_local(gradient, self._mesh, [Partial()]).redistribute(placements=[Shard(0)])
-            gradients[part].add_(total, alpha=1 / self._mesh.size())
+            gradients[shard].add_(total, alpha=1 / self._mesh.size())
 
 
 def _places_of(heads: MedusaHeads, index: int) -> list[tuple[nn.Module, str]]:
-    """The modules that hold the parameters of one head, and the names by which they do."""
+    """(module, attribute name) of each parameter of one head."""
     own = set(heads.parameters_of(index))
     return [
         (module, name)
@@ -302,22 +314,22 @@ def _places_of(heads: MedusaHeads, index: int) -> list[tuple[nn.Module, str]]:
 
 
 class TargetBlock(NamedTuple):
-    """C of the targets, as one depth sees them."""
+    """A block of C targets, for one depth."""
 
-    columns: Tensor  # (C,) long
+    columns: Tensor  # (C,) long: the logits column of each target
     is_scored: Tensor  # (C,) bool; false where the depth has no state to predict the target from
     weights: Tensor  # (C,)
     teacher_rows: TeacherRows | None
 
     def part(self, rows: slice) -> TargetBlock:
-        """Some of them."""
+        """Some of the targets."""
         teacher_rows = None if self.teacher_rows is None else self.teacher_rows.part(rows)
         return TargetBlock(self.columns[rows], self.is_scored[rows], self.weights[rows], teacher_rows)
 
 
 @dataclass(kw_only=True)
 class FusedLoss:
-    """One pass over the targets of one micro-batch. S targets, K depths, P states."""
+    """The loss of one micro-batch, with its gradients: a callable that is used once."""
 
     columns: Tensor
     """(S,) long: the logits column of each target."""
@@ -326,13 +338,13 @@ class FusedLoss:
     weights: Tensor
     """(K, S)."""
     num_scored: Tensor
-    """(K,) targets of the whole optimisation step, all micro-batches and processes."""
+    """(K,): by depth, targets of the whole optimiser step, all micro-batches and processes included."""
     kl_weight: float
-    """See :func:`_loss_and_gradient`."""
+    """The share of KL in the loss; the rest is cross-entropy."""
     block_elements: int
-    """Logits held at a time."""
+    """How many logits may be held at a time: C = block_elements / V', at least 1."""
     num_columns: int
-    """V'; the logits of C = block_elements / V' targets are held at a time, of one at least."""
+    """V'."""
     logits_of: Callable[[int, slice, Tensor], Tensor]
     """(depth from 0, block of targets, states (C, D)) -> logits (C, V')."""
     parameters_of: Callable[[int], Sequence[nn.Parameter]] = lambda index: ()
@@ -341,13 +353,13 @@ class FusedLoss:
     teacher_states: Callable[[slice], Tensor] | None = None
     """A block of targets -> the states (C, D) from which the base itself predicts them."""
     split: SplitHeads | None = None
-    """Whose parameters ``logits_of`` reads, where processes share them out."""
+    """The heads whose parameters ``logits_of`` reads, if they are sharded."""
     observe: Callable[[Tensor, TargetBlock], None] | None = None
-    """Sees log q (C, V') and the targets of every block."""
+    """Called with log q (C, V') and the targets, of every block or part of one."""
     num_unmapped: Tensor | int = 0
-    """(K,) label tokens without a column: misses in the hit rates."""
+    """(K,): label tokens without a column, which are misses in the hit rates."""
     sums: LossSums = field(init=False)
-    """The sums so far."""
+    """The sums over the blocks done so far."""
 
     @classmethod
     def of_heads(
@@ -356,11 +368,11 @@ class FusedLoss:
         options: LossOptions,
         teacher: Teacher | None,
         sources: Tensor | None = None,
-        **reading: Any,
+        **fields: Any,
     ) -> FusedLoss:
-        """The loss of heads on the targets of ``alignment``: targets of depth d weigh decay^d.
+        """The loss of heads on the targets of ``alignment``; depth d has the weight decay^d.
 
-        ``sources`` are by default the alignment's; ``reading`` are the other fields.
+        ``sources`` (K, S) long are by default the alignment's; ``fields`` are the other fields.
 
         Raises:
             ValueError: the objective needs a teacher, and there is none.
@@ -377,7 +389,7 @@ class FusedLoss:
             block_elements=options.block_elements,
             teacher=teacher if options.needs_teacher else None,
             num_unmapped=alignment.num_unmapped,
-            **reading,
+            **fields,
         )
 
     def __post_init__(self) -> None:
@@ -385,13 +397,14 @@ class FusedLoss:
         self._block_size = max(1, self.block_elements // self.num_columns)
 
     def __call__(self, states: Tensor, parameters: Sequence[nn.Parameter] = ()) -> Tensor:
-        """The loss, a scalar; gradients reach states (P, D) and ``parameters`` where autograd wants them."""
+        """The loss, a scalar; autograd sees it as a function of states (P, D) and ``parameters``."""
         if torch.is_grad_enabled():
             return _Function.apply(self, states, *parameters)
         return self.run(states, {})
 
     def run(self, states: Tensor, gradients: dict[Tensor, Tensor]) -> Tensor:
-        """The loss of states (P, D); adds to ``gradients``, a tensor for each input that wants one."""
+        """The loss, a scalar, of states (P, D). ``gradients`` has a tensor for each input that requires grad
+        (``states`` itself, parameters), to which its gradient is added; without any there is no backward."""
         depths = range(len(self.sources))
         if self.split is None:
             self._add(depths, states, gradients)
@@ -409,6 +422,7 @@ class FusedLoss:
             self._add(range(index, index + 1), states, inside)
 
     def _add(self, depths: range, states: Tensor, gradients: dict[Tensor, Tensor]) -> None:
+        """Forward and backward of all blocks at ``depths`` (from 0)."""
         for start in range(0, len(self.columns), self._block_size):
             block = slice(start, start + self._block_size)
             teacher_rows = None  # the same at every depth
@@ -426,28 +440,29 @@ class FusedLoss:
         teacher_rows: TeacherRows | None,
         gradients: dict[Tensor, Tensor],
     ) -> None:
+        """Forward and backward of one block at one depth."""
         sources = self.sources[index, block]
         weights = self.weights[index, block]
         targets = TargetBlock(self.columns[block], sources >= 0, weights, teacher_rows)
         sources = sources.clamp(min=0)
-        read = states.detach()[sources].requires_grad_(states in gradients)
+        block_states = states.detach()[sources].requires_grad_(states in gradients)  # (C, D)
         with torch.set_grad_enabled(bool(gradients)):
-            logits = self.logits_of(index, block, read)
+            logits = self.logits_of(index, block, block_states)
         gradient = self._scored(index, logits.detach(), targets)
         if not gradients:
             return
-        wanted: list[Tensor] = [each for each in self.parameters_of(index) if each in gradients]
-        inputs = [*wanted, read] if read.requires_grad else wanted
+        parameters: list[Tensor] = [each for each in self.parameters_of(index) if each in gradients]
+        inputs = [*parameters, block_states] if block_states.requires_grad else parameters
         found = torch.autograd.grad(logits, inputs, gradient)
-        for each, part in zip(wanted, found, strict=False):
+        for each, part in zip(parameters, found, strict=False):  # the states' may follow
             gradients[each] += part
-        if read.requires_grad:
+        if block_states.requires_grad:
             gradients[states].index_add_(0, sources, found[-1].to(states.dtype))
 
     def _scored(self, index: int, logits: Tensor, targets: TargetBlock) -> Tensor:
-        """The gradient (C, V') of the loss with respect to a block of logits (C, V'), whose sums are added.
+        """Add a block of logits (C, V') to the sums; returns the loss's gradient (C, V') with respect to it.
 
-        Targets that are not scored are not counted.
+        Targets that are not scored count nowhere.
         """
         num_rows = max(1, _TILE_ELEMENTS // self.num_columns) if logits.is_cpu else len(logits)
         gradient = torch.empty_like(logits)
@@ -457,6 +472,7 @@ class FusedLoss:
         return gradient
 
     def _scored_tile(self, index: int, logits: Tensor, targets: TargetBlock) -> Tensor:
+        """As :meth:`_scored`, for some rows of a block."""
         is_as_good = logits >= logits.gather(1, targets.columns[:, None])  # (C, V'); a tie counts as a miss
         num_better = is_as_good.sum(-1, dtype=torch.int32) - 1  # int64 sums of booleans are ten times slower
         log_q = logits.log_softmax(-1, dtype=torch.float32)
@@ -474,7 +490,7 @@ class FusedLoss:
 
 
 class _Function(torch.autograd.Function):
-    """A fused loss whose gradients are found on the way forward; backward only scales them."""
+    """A fused loss whose forward computes the gradients too; backward only scales them."""
 
     @staticmethod
     def forward(ctx: Any, work: FusedLoss, *inputs: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Candidate trees: which guesses one forward pass verifies, and how they hang together.
+"""Candidate trees: which guesses one forward pass verifies, and which guess follows which.
 
-A tree is a *topology*, a value without tokens. Node 0 is the root token (depth 0, always kept). Every other
-node is "the rank-r guess for this depth, after its parent's guess", so a node is named by its rank path:
-``(0, 2)`` is the third-best guess of head 2 after the best guess of head 1. This module knows nothing of
-models or tokens.
+A :class:`CandidateTree` is a shape without tokens; drafters fill it at every step. Node 0 is the root token
+(depth 0, always accepted). Every other node stands for "the guess of rank r after its parent's guess", so it
+is named by the ranks on its way from the root, its *rank path*: ``(0, 2)`` is the third-best guess of head 2
+after the best guess of head 1. :class:`TreeTopology` is such a shape as the tensors that a step reads.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from medusa.hardware import sent
 RankPath = tuple[int, ...]
 
 MAX_NODES = 4096
-"""Nodes of a tree. Its ancestor mask holds the square of them: 16 MiB here, 40 GB for 200,000 nodes."""
+"""Largest number of nodes of a tree. Its ancestor mask takes the square of it: 16 MiB, or 40 GB for 200,000
+nodes."""
 
 
 @dataclass(frozen=True)
 class CandidateTree:
-    """A prefix-closed set of rank paths, in breadth-first order, the root ``()`` included.
+    """A set of rank paths, in breadth-first order, that has the parent of each, the root ``()`` included.
 
     Build one with :meth:`from_paths`, :meth:`chain`, or :func:`best_tree`.
     """
@@ -88,7 +89,7 @@ class CandidateTree:
 
     @cached_property
     def width_by_depth(self) -> tuple[int, ...]:
-        """How many ranks of head d the tree asks for, d = 1 .. depth."""
+        """How many of the best guesses of head d the tree needs, d = 1 .. depth."""
         widths = [0] * self.depth
         for path in self.paths[1:]:
             widths[len(path) - 1] = max(widths[len(path) - 1], path[-1] + 1)
@@ -110,7 +111,7 @@ class CandidateTree:
         return CandidateTree(tuple(path for path in self.paths if len(path) <= max_depth))
 
     def topology(self, device: torch.device | str = "cpu") -> TreeTopology:
-        """The tensors a decode step reads, on ``device``."""
+        """The tree as tensors on ``device``, the same for all rows."""
         parents, depths = sent(self.parents, device), sent([len(path) for path in self.paths], device)
         return TreeTopology.from_parents(parents[None], depths[None], self.depth, self.is_chain)
 
@@ -136,13 +137,13 @@ def _short(path: RankPath) -> str:
 
 @dataclass(frozen=True)
 class TreeTopology:
-    """A tree as tensors. The leading size R is 1 (one tree for all rows) or B (one tree a row)."""
+    """The shape of a tree as tensors. R is 1 (one tree for all rows) or B (one tree per row)."""
 
     parents: Tensor  # (R, N) long; the root is its own parent
     depths: Tensor  # (R, N) long
     ancestors: Tensor  # (R, N, N) bool; [i, j]: j is on the path from the root to i, i included
-    lineage: Tensor  # (R, N, L) long; node at depth j on the path to i; i itself once past its depth
-    is_chain: bool = False  # every node is the only child of the one before it; False also where not known
+    lineage: Tensor  # (R, N, L) long; [i, j]: the node at depth j on the path to i; i where i is less deep
+    is_chain: bool = False  # every node is the only child of the one before it; False also if not known
 
     @property
     def num_nodes(self) -> int:
@@ -150,11 +151,11 @@ class TreeTopology:
 
     @property
     def max_depth(self) -> int:
-        """Depth of the deepest node, or a bound on it where each step has another shape."""
+        """Depth of the deepest node; for a tree whose shape changes at every step, an upper bound of it."""
         return self.lineage.shape[2] - 1
 
     def of_rows(self, rows: Tensor) -> TreeTopology:
-        """The trees of ``rows`` (B',) long; itself where all rows share one."""
+        """The trees of ``rows`` (B',) long; itself if all rows share one."""
         if self.parents.shape[0] == 1:
             return self
         return TreeTopology(
@@ -162,10 +163,11 @@ class TreeTopology:
         )
 
     def first(self, num_nodes: int) -> TreeTopology:
-        """The trees of the first ``num_nodes`` nodes, which hold the parents of all of them."""
+        """The trees of the first ``num_nodes`` nodes, whose parents must be among them."""
         kept, is_chain = slice(num_nodes), self.is_chain or num_nodes == 1
         depths, ancestors = self.depths[:, kept], self.ancestors[:, kept, kept]
-        deepest = int(depths.max()) if depths.device.type == "cpu" else num_nodes - 1  # waits for no device
+        # On a GPU a bound, since reading the maximum would wait for it.
+        deepest = int(depths.max()) if depths.device.type == "cpu" else num_nodes - 1
         lineage = self.lineage[:, kept, : deepest + 1]
         return TreeTopology(self.parents[:, kept], depths, ancestors, lineage, is_chain)
 
@@ -175,24 +177,26 @@ class TreeTopology:
     ) -> TreeTopology:
         """Topology of trees given by parents (R, N) long and depths (R, N) long, parents before children.
 
-        ``is_chain`` is known to the caller on the host; the tensors are not read for it.
+        ``is_chain`` is the caller's word: the tensors are not read on the host.
         """
         nodes = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
-        rising = [nodes]
+        above = [nodes]
         for _ in range(max_depth):
-            rising.append(parents.gather(1, rising[-1]))
-        climbed = torch.stack(rising, dim=2)  # (R, N, L): [i, s] is the ancestor s levels above i
+            above.append(parents.gather(1, above[-1]))
+        by_distance = torch.stack(above, dim=2)  # (R, N, L): [i, s] is the ancestor s levels above i
         levels = torch.arange(max_depth + 1, device=parents.device)
-        steps_up = (depths[:, :, None] - levels).clamp(min=0)
-        lineage = climbed.gather(2, steps_up)
+        distances = (depths[:, :, None] - levels).clamp(min=0)
+        lineage = by_distance.gather(2, distances)
         ancestors = torch.zeros(*parents.shape, parents.shape[1], dtype=torch.bool, device=parents.device)
         ancestors.scatter_(2, lineage, True)
         return cls(parents, depths, ancestors, lineage, is_chain)
 
     @classmethod
     def chain(cls, num_nodes: int, device: torch.device | str, is_draft: bool = False) -> TreeTopology:
-        """A chain of ``num_nodes`` tokens, such as a prompt: each sees all before it. ``lineage``, which has
-        the size of the mask and is read only when a draft is accepted, is trivial unless ``is_draft``."""
+        """A chain of ``num_nodes`` tokens, such as a prompt: each attends to all before it.
+
+        ``lineage`` is (1, N, N) if ``is_draft``, else (1, N, 1) to save memory: only acceptance reads it.
+        """
         nodes = torch.arange(num_nodes, device=device)[None]
         ancestors = torch.ones(1, num_nodes, num_nodes, dtype=torch.bool, device=device).tril()
         lineage = torch.minimum(nodes[..., None], nodes[:, None]) if is_draft else nodes[..., None]
@@ -200,12 +204,13 @@ class TreeTopology:
 
 
 def best_tree(path_value: Mapping[RankPath, float], num_nodes: int) -> CandidateTree:
-    """The ``num_nodes``-node tree with the largest sum of node values.
+    """The tree of ``num_nodes`` nodes with the largest sum of node values, which is the expected number of
+    accepted tokens.
 
-    ``path_value[path]`` estimates the probability that every guess on ``path`` is right; the root counts as
-    given. Values never grow along a path, so taking the largest reachable node first is optimal (Sequoia,
-    arXiv 2402.12374, section 3.1, for values that are products; it holds for any values that do not grow).
-    The tree is smaller when ``path_value`` has no more nodes.
+    ``path_value[path]`` estimates the probability that every guess on ``path`` is right; the root is always
+    taken. Values never grow along a path, so taking the node of largest value next, among the children of
+    taken nodes, is optimal (Sequoia, arXiv 2402.12374, section 3.1, for values that are products; it holds
+    for any values that do not grow). The tree is smaller if ``path_value`` has fewer nodes.
     """
     if num_nodes < 1:
         raise ValueError(f"num_nodes must be at least 1 (the root token), got {num_nodes}")
@@ -227,10 +232,10 @@ def best_tree(path_value: Mapping[RankPath, float], num_nodes: int) -> Candidate
 def grown_path_values(
     child_rates: Callable[[RankPath], Sequence[float]], max_paths: int = 4096
 ) -> dict[RankPath, float]:
-    """Path values as products down the tree: ``child_rates(path)[r]`` is how often the rank-r guess
-    after ``path`` is right, given that ``path`` is; empty where the tree must end.
+    """Path values for :func:`best_tree`, each the product of the rates on its path.
 
-    Grown best-first and cut at ``max_paths``, so the paths worth most are always there.
+    ``child_rates(path)[r]`` is how often the guess of rank r after ``path`` is right, given that ``path`` is;
+    it is empty where the tree must end. Only the ``max_paths`` paths of largest value are kept.
     """
     values: dict[RankPath, float] = {}
     frontier: list[tuple[float, RankPath]] = [(-1.0, ())]

@@ -1,8 +1,9 @@
-"""The training loop of every kind of training; the recipe has what differs.
+"""The training loop of every kind of training; what differs is in the recipe
+(:class:`medusa.training.recipes.recipe.Recipe`).
 
-An optimisation step is a group of micro-batches, ``gradient_accumulation_steps`` for each process. All
-processes see the same plan of groups and take their own part of it. The denominator of a step, the number of
-targets in the group, is known from the plan, so no communication is needed.
+An optimiser step trains on a group of micro-batches, ``gradient_accumulation_steps`` for each process. All
+processes compute the same plan of groups, and each takes its own part of a group. The denominator of a step's
+loss, the number of targets in the group, follows from the plan, so no communication is needed for it.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ from medusa.training.run.run_directory import RunDirectory, provenance
 from medusa.trees.candidate_tree import CandidateTree
 
 Position = tuple[list[MicroBatch], int, int]
-"""A group of micro-batches; the epoch, and the steps done in it, after its step."""
+"""A group of micro-batches, and where the run stands after its step: the epoch, and the steps done in it."""
 
 
 @dataclass(frozen=True)
 class _Schedule:
-    """A run ends at the first of its limits; the learning rate follows the one that is nearest."""
+    """When a run ends, and its learning rate. It ends at the first of its limits, steps or time; the learning
+    rate follows the limit that is closest to being reached."""
 
     total_steps: int | None
     """Optimiser steps of the whole run; None when only time limits it."""
@@ -65,7 +67,7 @@ class _Schedule:
 
     @classmethod
     def of(cls, options: OptimisationOptions, steps_in_epoch: Callable[[int], int]) -> _Schedule:
-        """The schedule by ``options``, given the number of steps of each epoch, from 0."""
+        """The schedule of ``options``; ``steps_in_epoch`` gives the number of steps of an epoch, from 0."""
         limits = [] if options.max_steps is None else [options.max_steps]
         if options.num_epochs is not None:
             limits.append(sum(steps_in_epoch(epoch) for epoch in range(options.num_epochs)))
@@ -78,11 +80,10 @@ class _Schedule:
         return min(1.0, max(of_steps, 0.0 if self.max_seconds is None else seconds / self.max_seconds))
 
     def learning_rate_factor(self, step: int, seconds: float) -> float:
-        """Fraction of the peak learning rate for the step after ``step`` ones: a linear rise times a
-        cosine."""
-        rise = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
-        fall = 0.5 * (1 + math.cos(math.pi * self.progress(step, seconds)))
-        return rise * (self.final_fraction + (1 - self.final_fraction) * fall)
+        """Fraction of the peak learning rate after ``step`` steps: linear warm-up times cosine decay."""
+        warmup = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+        decay = 0.5 * (1 + math.cos(math.pi * self.progress(step, seconds)))
+        return warmup * (self.final_fraction + (1 - self.final_fraction) * decay)
 
 
 class Trainer:
@@ -98,7 +99,9 @@ class Trainer:
         self.recipe, self.accelerator, self.data, self.console = recipe, accelerator, data, console
         self.base, self.heads, self.loss = recipe.states.base, recipe.heads, recipe.loss
         self.training = trained_on(data.training, configuration.data)
+        """The training documents."""
         self.run = RunDirectory(configuration.run.output_dir)
+        """The output directory: its paths, metrics file and checkpoints."""
         options, values = configuration.optimisation, configuration.as_dict()
         self.state = RunState(
             num_processes=accelerator.num_processes,
@@ -122,6 +125,7 @@ class Trainer:
         self.num_scored = recipe.count_targets(self.training)  # (n, K)
         self.schedule = _Schedule.of(options, lambda epoch: len(self._plan(epoch)))
         self.window = recipe.zero_metrics(accelerator.device)
+        """The loss sums of this process since the last log entry."""
         self.watch = _FiniteWatch(accelerator.device, options.learning_rate)
         self.gradient_norm = torch.zeros((), device=accelerator.device)
         """Gradient norm of the last step, before clipping."""
@@ -141,22 +145,25 @@ class Trainer:
             with StopSignal() as stop, ProgressReporter("training", self.console, self._is_main) as line:
                 evaluated, metrics = self._loop(line, stop)
             self.watch.check()
-            self.save(self.run.heads, self.gathered_heads(), metrics)  # what comes now may fail
+            self.save(self.run.heads, self.gathered_heads(), metrics)  # first of all: the rest may fail
             if not on_main_process(self.accelerator, lambda: self.run.has_checkpoint(self.state.step)):
-                self.checkpoint()  # from which a longer run goes on
+                self.checkpoint()  # so that a run with a later limit can resume from here
             return metrics if evaluated == self.state.step else self.evaluate()
 
     def _loop(self, line: ProgressReporter, stop: StopSignal) -> tuple[int, dict[str, float]]:
-        """Step until a limit is reached: the step of the last evaluation, -1 for none, and its metrics."""
+        """Step until a limit is reached; returns the step of the last evaluation, -1 for none, and its
+        metrics."""
         options, evaluated, metrics = self.configuration.run, -1, dict[str, float]()
         spent_before, began, note = self.state.seconds, time.monotonic(), ""
+        # Time and tokens at the last log entry, and time at the last checkpoint.
         logged, checkpointed = (self.state.seconds, self.state.num_tokens), self.state.seconds
         groups = self._groups()
         with stop.deferred():
             while self._progress < 1:
-                group, *after = next(groups)
+                group, *position = next(groups)
                 self._step(group)
-                self.state.epoch, self.state.step_in_epoch = after
+                self.state.epoch, self.state.step_in_epoch = position
+                # All processes must end in the same step, so the main process's clock counts for all.
                 seconds = spent_before + time.monotonic() - began if self._is_main else 0.0
                 self.state.seconds, is_stopped = self.hosts.maximum(seconds, stop.has_come)
                 if self._is_due(options.logging_steps):
@@ -165,8 +172,8 @@ class Trainer:
                     evaluated, metrics = self.state.step, self.evaluate()
                     line.say(f"step {evaluated}  {one_line('held_out', metrics)}")
                 minutes = (self.state.seconds - checkpointed) / 60
-                is_time = options.checkpoint_minutes is not None and minutes >= options.checkpoint_minutes
-                if self._is_due(options.checkpoint_steps) or is_time or is_stopped:
+                is_late = options.checkpoint_minutes is not None and minutes >= options.checkpoint_minutes
+                if self._is_due(options.checkpoint_steps) or is_late or is_stopped:
                     self.checkpoint()
                     checkpointed = self.state.seconds
                 if is_stopped:
@@ -177,13 +184,14 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Loss, top-1 and top-5 of each head on the held-out documents, and the tokens per step that decoding
-        them would have had; empty when there are none. The heads with most tokens per step are kept."""
+        these would give; empty if there are none. The heads with most tokens per step so far are saved in
+        ``best/``."""
         self.watch.check()
         plan = plan_in_order(
             self.data.held_out.lengths, self.configuration.data, longrope_threshold(self.base)
         )
         sums = self.recipe.zero_metrics(self.accelerator.device)
-        ones = torch.ones(self.num_scored.shape[1], device=self.accelerator.device)  # sums need no divisor
+        ones = torch.ones(self.num_scored.shape[1], device=self.accelerator.device)  # only the sums are used
         for batch in local_shard(plan, self.accelerator):
             with torch.no_grad():
                 sums = add_metrics(sums, self._loss("held-out", batch, ones)[1])
@@ -207,10 +215,12 @@ class Trainer:
         tree: CandidateTree | None = None,
         is_finished: bool = False,
     ) -> None:
-        """Write the heads directory, in place of an earlier one, with ``tree`` and ``metrics``; nothing where
-        ``heads`` are None, as :meth:`gathered_heads` are on all processes but one.
+        """Write the heads directory, in place of an earlier one, with ``tree`` and ``metrics``.
 
-        ``is_finished`` says that they are the run's result, to which nothing is to be added.
+        Nothing happens if ``heads`` is None, as it is on all processes but the main one
+        (:meth:`gathered_heads`).
+
+        ``is_finished`` says that these heads are the final result of the run.
 
         Raises:
             OSError: the disk refused; the old content of ``directory`` is untouched.
@@ -229,10 +239,10 @@ class Trainer:
         save_heads(checkpoint, directory, overwrite=True)
 
     def held_out_states(self, at_most: int | None = None) -> Sequence[Tensor] | None:
-        """The states (T, (1 + L) * D) of the first ``at_most`` held-out documents, or all, on the main
-        process.
+        """The hidden states (T, (1 + L) * D) of the first ``at_most`` held-out documents, or of all, with L
+        the number of ``aux_layers``. The list is empty on all processes but the main one.
 
-        None where this process can run the base itself. All processes must call it.
+        None if this process can run the base itself. All processes must call it.
         """
         states, held_out = self.recipe.states, self.data.held_out
         if states.live.base is self.base and "held-out" not in states.stored:
@@ -257,18 +267,18 @@ class Trainer:
         return gathered_heads(self.accelerator, self.module, self.heads)
 
     def close(self) -> None:
-        """End the tracker and the process group; the trainer is of no use after that.
+        """End the tracker and the process group; the trainer cannot be used after that.
 
-        The wrapper of the module is freed first: one that outlives its process group hangs.
+        The module's wrapper (DDP, ...) is freed first: it hangs if its process group ends before it.
         """
         self.module, self.optimiser = self.accelerator.free_memory(self.module, self.optimiser)
         self.accelerator.end_training()
 
     def _begin(self) -> None:
         """Resume from the latest checkpoint, if requested and there is one."""
-        # The random state of dropout in an adapter; a checkpoint has it.
+        # For dropout in an adapter; loading a checkpoint restores the random state.
         torch.manual_seed(self.configuration.data.seed + self.accelerator.process_index)
-        # One process looks: on a shared file system the others may see the directory as it was.
+        # Only the main process looks: on a shared file system the others may see an older directory.
         may_resume = self.configuration.run.resume != "never"
         if may_resume and on_main_process(self.accelerator, self.run.has_checkpoint):
             self.state, damage = self.run.load_checkpoint(self.accelerator, self.state)
@@ -281,25 +291,27 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def _step(self, group: list[MicroBatch]) -> None:
-        """One optimisation step on this process's share of a group of micro-batches."""
+        """One optimiser step on this process's share of a group of micro-batches."""
         state, device = self.state, self.accelerator.device
         documents = [index for batch in group for row in batch for index in row]
-        num_scored = torch.from_numpy(self.num_scored[documents].sum(0)).to(device)
+        num_scored = torch.from_numpy(self.num_scored[documents].sum(0)).to(device)  # (K,)
         total = torch.zeros((), device=device)
         factor = self.schedule.learning_rate_factor(state.step, state.seconds)
         state.progress = self._progress
-        peak = self.configuration.optimisation.learning_rate * factor
-        if (note := self.recipe.begin_step(self.optimiser, peak, state)) is not None:
+        learning_rate = self.configuration.optimisation.learning_rate * factor
+        if (note := self.recipe.begin_step(self.optimiser, learning_rate, state)) is not None:
             self.console.print(note, soft_wrap=True)
-        mine = local_shard(group, self.accelerator)
-        for number, batch in enumerate(mine, start=1):
-            with micro_batch(self.accelerator, self.module, is_last=number == len(mine)):
+        batches = local_shard(group, self.accelerator)
+        for number, batch in enumerate(batches, start=1):
+            with micro_batch(self.accelerator, self.module, is_last=number == len(batches)):
                 loss, sums = self._loss("training", batch, num_scored)
-                self.accelerator.backward(loss * self.accelerator.num_processes)  # gradients are averaged
+                # DDP averages gradients over the processes; here their sum is wanted, since the denominator
+                # of the loss counts the targets of all.
+                self.accelerator.backward(loss * self.accelerator.num_processes)
             total += loss.detach()
             self.window = add_metrics(self.window, sums)
-        most = self.configuration.optimisation.max_grad_norm
-        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), most)
+        max_norm = self.configuration.optimisation.max_grad_norm
+        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), max_norm)
         self.gradient_norm = full_scalar(norm, device)
         self.optimiser.step()
         self.optimiser.zero_grad()
@@ -308,14 +320,15 @@ class Trainer:
         self.watch.see(state.step, total + self.gradient_norm)
 
     def _loss(self, name: str, batch: MicroBatch, num_scored: Tensor) -> tuple[Tensor, Any]:
-        """The loss () of a micro-batch of the "training" or the "held-out" documents, and its sums."""
+        """The loss, a scalar, of a micro-batch of the "training" or the "held-out" documents, and its sums.
+        ``num_scored`` (K,) is the denominator of each depth."""
         documents = self.training if name == "training" else self.data.held_out
-        with self.accelerator.autocast():  # base and loss, whatever wraps the loss
-            given = self.recipe.read(documents, name, batch)
-            return self.module(*given, lm_head(self.base), num_scored, self.recipe.teacher)
+        with self.accelerator.autocast():  # for the base too, which is not part of the wrapped module
+            inputs = self.recipe.read(documents, name, batch)
+            return self.module(*inputs, lm_head(self.base), num_scored, self.recipe.teacher)
 
     def _groups(self) -> Iterator[Position]:
-        """The groups from the current progress on, endless."""
+        """The groups from the current position on, epoch after epoch without end."""
         epoch, done = self.state.epoch, self.state.step_in_epoch
         while True:
             groups = self._plan(epoch)
@@ -325,6 +338,7 @@ class Trainer:
             epoch, done = epoch + 1, 0
 
     def _plan(self, epoch: int) -> list[list[MicroBatch]]:
+        """The groups of micro-batches of one epoch."""
         batches = plan_epoch(
             self.training.lengths, self.configuration.data, epoch, longrope_threshold(self.base)
         )
@@ -350,7 +364,8 @@ class Trainer:
         return f"{one_line('train', metrics)}  {tokens / seconds:.0f} tokens/s"
 
     def _record(self, name: str, sums: Any, **beside: float) -> dict[str, float]:
-        """Metrics of the sums of all processes, to the tracker and the metrics file."""
+        """Add up ``sums`` over all processes, write their metrics to the tracker and the metrics file, and
+        return them."""
         metrics = self.accelerator.reduce(sums, "sum").metrics(name)
         self.accelerator.log({**metrics, **beside}, step=self.state.step)
         if self._is_main and metrics:
@@ -371,7 +386,7 @@ class Trainer:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """The most bytes that were in use at a time: of the device, or of this process on a CPU."""
+    """Peak memory in bytes: of the device, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -394,19 +409,20 @@ def _memory_advice(configuration: TrainingConfiguration) -> Iterator[None]:
 
 
 class _FiniteWatch:
-    """Remembers the first step whose numbers were not finite, without asking the device at every step."""
+    """Remembers the first step whose loss or gradient was not finite, without waiting for the device at every
+    step."""
 
     def __init__(self, device: torch.device, learning_rate: float):
         self._bad_step = torch.zeros((), dtype=torch.long, device=device)
         self._learning_rate = learning_rate
 
     def see(self, step: int, number: Tensor) -> None:
-        """``number`` () belongs to ``step``, counted from 1."""
+        """``number``, a scalar, is of ``step``, counted from 1; it is not read on the host."""
         is_first = ~torch.isfinite(number) & (self._bad_step == 0)
         self._bad_step = torch.where(is_first, step, self._bad_step)
 
     def check(self) -> None:
-        """Raise FloatingPointError when a number seen was not finite; waits for the device."""
+        """Raise FloatingPointError if a number so far was not finite; waits for the device."""
         if step := int(self._bad_step):
             raise FloatingPointError(
                 f"loss or gradient of step {step} is not finite; lower learning_rate (it is "
