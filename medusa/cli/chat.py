@@ -376,4 +376,4 @@ def generate(options: GenerateOptions) -> list[str]:
     sys.stdout.write(stream.finish() + "\n")
     seconds = statistics.prefill_seconds + statistics.decode_seconds
     log_console().print(_cost_line(statistics, seconds), style="dim")
-    return [command("chat", *to_argv(options.model))]
+    return [command("chat", *to_argv(options.model))] if model.tokenizer.chat_template else []

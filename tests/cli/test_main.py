@@ -187,6 +187,14 @@ def test_generate_raw_leaves_the_chat_template_out(saved, capsys):
     assert len(set(outputs)) == 3
 
 
+def test_generate_leads_to_chat_where_the_base_has_a_chat_template_alone(saved, capsys, tmp_path):
+    plain = shutil.copytree(saved[1], tmp_path / "base")
+    (plain / "chat_template.jinja").unlink()
+    for base, leads in ((saved[1], True), (str(plain), False)):
+        assert main(["generate", "--base", base, "--heads", "none", "--max-new-tokens", "4", "Hello"]) == 0
+        assert ("chat --base" in capsys.readouterr().err) == leads
+
+
 def test_info_says_what_a_heads_directory_holds(saved, capsys):
     table = ran(capsys, ["info", saved[3]]).out
     assert "num_heads" in table
