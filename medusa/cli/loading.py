@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +231,7 @@ def load_for_replies(
 
 def compile_model(options: CompileOptions) -> list[str]:
     """Compile the pass of a model and its heads, or say that it is there."""
-    model = load_model(options.model)
+    model = load_model(replace(options.model, step="general"))  # by default loading compiles
     was_there, seconds = model.is_compiled, model.compile()
     num_bytes = sum(path.stat().st_size for path in model.library_paths if path.exists())
     text = f"{'was there' if was_there else 'compiled'}, ready after {seconds:.1f} s"

@@ -78,7 +78,10 @@ def test_an_engine_that_keeps_no_library_is_refused(compiling):
         model.compile()
 
 
-def test_the_command_compiles_and_says_how_long_it_took(compiling, capsys, tmp_path):
+def test_the_command_compiles_and_says_how_long_it_took(
+    monkeypatch, nothing_is_compiled_unasked, compiling, capsys, tmp_path
+):
+    monkeypatch.setattr(loading, "default_step", nothing_is_compiled_unasked)
     base, _ = save_chat_model(tmp_path)
     fusing = MedusaHeads(HeadsConfig(HIDDEN_SIZE, VOCAB_SIZE, 3, reads_path=True, fused_layers=(1,)))
     heads = save_heads(HeadsCheckpoint(fusing, base), tmp_path / "fusing")
