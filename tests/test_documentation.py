@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -69,6 +70,25 @@ def test_a_number_that_links_to_the_measurements_stands_there(path):
         titled = zip(sections[1::2], sections[2::2], strict=True)
         (section,) = (rest for title, rest in titled if title.lower().replace(" ", "-") == place)
         assert set(re.findall(r"[\d.]*\d", text)) <= set(re.findall(r"[\d.]*\d", section)), text
+
+
+def literals(path):
+    """The texts in the code of a file; what a formatted one fills in is a null character."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.JoinedStr, ast.Constant)):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in parts)
+
+
+def test_every_message_that_the_readme_explains_is_one_of_the_programs():
+    _, _, section = (ROOT / "README.md").read_text().partition("## When something goes wrong")
+    quotes = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+    assert len(quotes) > 8
+    known = [text for path in (ROOT / "medusa").rglob("*.py") for text in literals(path)]
+    for quote in quotes:
+        parts = [re.sub(r"'[^']*'|hidden_size", "\0", part) for part in quote.split("...")]
+        pattern = re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
+        assert any(map(pattern.search, known)), f"no program says {quote!r}"
 
 
 def test_the_navigation_names_every_page_and_no_other():
