@@ -123,7 +123,7 @@ class CompileOptions:
     """Compile a model's layers and drafts for this machine ahead, as commands do at first use by themselves.
 
     Takes a minute or two. The libraries are kept in ~/.cache/medusa/compiled (MEDUSA_CACHE names another
-    place), and serves every model of the same configuration. Programs use it through
+    place), and serve every model of the same configuration. Programs use it through
     `MedusaModel.from_pretrained` with step compiled.
 
         medusa compile
