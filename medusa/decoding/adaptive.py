@@ -17,9 +17,9 @@ verifying where the probability that it is accepted, by the drafter's own estima
 spending its time elsewhere: its cost times the tokens that come in the time of a pass. So an easy word gets a
 deep tree and a hard one none, and the same rule serves long texts and full batches, where nodes are dear.
 
-A suffix match costs next to nothing to look for. So in the general loop a pause still drafts by suffix
-matching, where at least :data:`FALLBACK_MATCH` tokens occurred before: a text that begins to repeat itself
-ends the pause at once.
+A suffix match costs next to nothing to look for. So where drafts may have any shape, a pause still drafts by
+suffix matching, where at least :data:`FALLBACK_MATCH` tokens occurred before: a text that begins to repeat
+itself ends the pause at once.
 
 A batch pauses as a whole; its tokens are counted per row that still decodes. The tokens are the same whatever
 is decided here.
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from medusa.drafters.protocol import Drafter, PlainDrafter
 from medusa.drafters.suffix import SuffixDrafter
-from medusa.options import StepKind
+from medusa.options import ANY_SHAPE_STEPS, StepKind
 
 MAX_DEBT = 1.0
 """Largest loss before drafting stops, in plain steps."""
@@ -142,7 +142,8 @@ class DraftCosts:
         if not in_float32 or drafter.max_depth == 0:
             return None
         cost = self.known.setdefault((step, num_rows), DraftCost())
-        return AdaptiveDrafting(cost, SuffixDrafter(min_match=FALLBACK_MATCH) if step == "general" else None)
+        fallback = SuffixDrafter(min_match=FALLBACK_MATCH) if step in ANY_SHAPE_STEPS else None
+        return AdaptiveDrafting(cost, fallback)
 
 
 class AdaptiveDrafting:

@@ -49,7 +49,7 @@ from medusa.heads.checkpoint import HeadsCheckpoint, check_heads_fit, load_heads
 from medusa.heads.eagle3 import Eagle3Head
 from medusa.heads.fingerprint import warn_of_another_base
 from medusa.heads.mtp import mtp_unsupported_reason, own_head
-from medusa.options import DrafterSettings, Engine, StepKind
+from medusa.options import ANY_SHAPE_STEPS, DrafterSettings, Engine, StepKind
 from medusa.trees.candidate_tree import CandidateTree
 
 DEFAULT_DRAFT_LENGTH = 4
@@ -348,11 +348,10 @@ class DrafterFactory:
         if not host.tree_for(num_rows, step).depth:
             return self.make("suffix") if has_references else PlainDrafter()
         fastest = self.make(DEFAULT_DRAFTER, num_rows=num_rows, step=step)
-        if (step or host.step) in ("general", "compiled") and isinstance(fastest, DynamicDrafter):
-            fastest = fastest.with_suffix(fastest.suffix_length, MAX_OPTIONAL_NODES)
-        is_static = (step or host.step) != "general"
-        if is_static and not_capturable(fastest):
-            return self.make("heads", num_rows=num_rows, step=step)
+        if (step or host.step) not in ANY_SHAPE_STEPS:
+            return self.make("heads", num_rows=num_rows, step=step) if not_capturable(fastest) else fastest
+        if isinstance(fastest, DynamicDrafter):
+            return fastest.with_suffix(fastest.suffix_length, MAX_OPTIONAL_NODES)
         return fastest
 
     def _drafter(self, part: str) -> Drafter:

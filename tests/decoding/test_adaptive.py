@@ -23,7 +23,14 @@ from conftest import (
 import medusa.decoding.batch
 import medusa.decoding.static
 from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
-from medusa.decoding.adaptive import FIRST_INTERVAL, LAST_INTERVAL, MAX_DEBT, AdaptiveDrafting, DraftCost
+from medusa.decoding.adaptive import (
+    FIRST_INTERVAL,
+    LAST_INTERVAL,
+    MAX_DEBT,
+    AdaptiveDrafting,
+    DraftCost,
+    DraftCosts,
+)
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import PhaseClock
 from medusa.decoding.step import ModelRunner
@@ -243,6 +250,12 @@ def test_a_match_that_pays_ends_a_pause_and_a_wrong_one_costs_once_between_two_p
     assert adaptive.select_drafter(drafter) is fallback
     adaptive.record(9, 2.0, used_fallback=True)
     assert adaptive.select_drafter(drafter) is drafter
+
+
+@pytest.mark.parametrize(("step", "copies"), [("general", True), ("compiled", True), ("static", False)])
+def test_a_pause_copies_where_drafts_may_have_any_shape(step, copies):
+    adaptive = DraftCosts().adaptive(SuffixDrafter(), True, step, 1)
+    assert isinstance(adaptive.fallback, SuffixDrafter) == copies
 
 
 # ------------------------------------------------------------------ in the loops

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.acceptance.protocol import independent_chains
 from medusa.drafters.draft_model import DraftModelDrafter, LowPrecisionDrafter, SelfDrafter
-from medusa.drafters.dynamic import DynamicHeadsDrafter
+from medusa.drafters.dynamic import DynamicAutoregressiveDrafter, DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import PlainDrafter
 from medusa.drafters.registry import DRAFTERS, DrafterFactory, DrafterSettings
@@ -19,6 +19,7 @@ from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 from medusa.engine.kernels import PackedLinear
 from medusa.engine.views import packed_unsupported_reason
+from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.trees.tuned_trees import TunedTree
 
 BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (1, 0)])
@@ -189,3 +190,14 @@ def test_a_draft_model_directory_is_loaded_and_its_tokens_checked(tmp_path):
     other = LlamaForCausalLM(LlamaConfig(**{**tiny_model("llama").config.to_dict(), "vocab_size": 500}))
     with pytest.raises(ValueError, match="draft model has vocab_size=500"):
         DrafterFactory(model_with_heads(), DrafterSettings(draft_model=other)).make("draft-model")
+
+
+def test_the_default_is_a_dynamic_tree_with_copies_where_drafts_may_have_any_shape():
+    base = tiny_model("llama")
+    head = Eagle3Head(Eagle3Config.of_base(base, fused_layers=(1, 2), max_depth=3)).eval()
+    drafters = DrafterFactory(MedusaModel(base, head, CandidateTree.chain(3)))
+    for step in ("general", "compiled"):
+        default = drafters.default(1, step)
+        assert isinstance(default, DynamicAutoregressiveDrafter)
+        assert default.suffix_length > 0
+    assert drafters.default(1, "static").tree == CandidateTree.chain(3)
