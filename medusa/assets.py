@@ -114,6 +114,8 @@ def heads_for(base_name: str | None) -> str:
         ValueError: none do.
     """
     shipped = shipped_heads()
+    if base_name is not None and is_embedded_base(base_name):
+        return EMBEDDED_BASE
     if base_name is None or base_name not in shipped:
         raise ValueError(
             f"heads={DEFAULT_HEADS!r} means the heads that ship with the base, which exist for "

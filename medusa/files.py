@@ -145,7 +145,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     if not path.exists():
         raise FileNotFoundError(
-            f"{path} does not exist; get the directory again: it holds config.json and model.safetensors"
+            f"{path} does not exist; its directory must hold config.json and model.safetensors: name "
+            "another, or get it again"
         )
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -272,7 +273,8 @@ def check_writable_target(directory: str | Path) -> None:
     end = _followed(target)
     if end.exists() and (not end.is_dir() or any(end.iterdir())):
         raise FileExistsError(
-            f"output directory {str(target)!r} exists and is not empty; choose another, or allow overwriting"
+            f"output directory {str(target)!r} exists and is not empty; choose another, or overwrite it "
+            "(--overwrite)"
         )
 
 

@@ -4,7 +4,7 @@ takes the arguments of ``transformers``' ``generate``."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -389,7 +389,7 @@ class MedusaModel:
         corpus: SuffixCorpus | None = None,
         statistics: DecodingStatistics | None = None,
         **kwargs: Any,
-    ) -> Iterator[StepResult]:
+    ) -> Generator[StepResult, None, None]:
         """The same tokens as :meth:`generate`, one step at a time; ``statistics`` is filled as it goes. With
         ``step="static"`` or "captured" on a GPU, the results of several steps arrive at once."""
         options = _Options(seed, tree, drafter, acceptance, step, prediction, corpus)
@@ -510,6 +510,11 @@ class MedusaModel:
     def _call_transformers(self, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments that ``transformers``' ``generate`` passes to a decoding method: the configuration
         merged, processors and stopping criteria built."""
+        if inputs is not None and not isinstance(inputs, Tensor):
+            raise TypeError(
+                f"inputs must be token ids, a tensor (B, T), got {type(inputs).__name__}; for text: "
+                "**model.tokenizer(text, return_tensors='pt')"
+            )
         check_arguments(arguments)
         arguments = with_stop_strings(arguments, self.base, lambda: self.tokenizer)
         return self.base.generate(
@@ -524,7 +529,7 @@ class MedusaModel:
         options: _Options,
         statistics: DecodingStatistics | None,
         is_streamed: bool = True,
-    ) -> Iterator[StepResult]:
+    ) -> Generator[StepResult, None, None]:
         """Build the request, the drafter and a batch, and decode. All public calls come through here."""
         request = decode_request(self.base, seed=options.seed, acceptance=options.acceptance, **call)
         request = self._with_references(request, options.prediction, options.corpus)

@@ -128,6 +128,19 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     return prompts
 
 
+def check_chat_template(tokenizer: Any, name: str) -> None:
+    """Refuse the base called ``name`` where a conversation is to be rendered and it has no chat template.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if tokenizer is None or tokenizer.chat_template is None:
+        raise ValueError(
+            f"the tokenizer of {name!r} has no chat template, so there is no way to render a conversation; "
+            f"use a chat (instruct) model, or let this one continue text: `medusa generate --base {name}`"
+        )
+
+
 def encode_messages(
     tokenizer: Any,
     messages: Sequence[Message],

@@ -1,8 +1,10 @@
-"""Tokens to text as they come, and never a part of a character."""
+"""Tokens to text as they come: never a part of a character, and nothing of a stop string."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 REPLACEMENT = "\ufffd"
@@ -65,3 +67,115 @@ class TextStream:
 
     def _decoded(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of text."""
+
+    text: str
+    depth: int
+    """The depth of its draft token; 0 for the base model's own."""
+    is_shown: bool = True
+    """Control tokens are not, and a stop string may hold them."""
+
+
+class AnswerText:
+    """The text of an answer under way, tokens in, pieces out: whole characters, and nothing of a stop string.
+
+    Text that could still become a stop string is held back until it cannot, across tokens and steps.
+    ``marks`` are control tokens, by id, that are text; ``controls`` are all of them, which stop strings may
+    spell.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stops: Sequence[str] = (),
+        marks: Mapping[int, str] | None = None,
+        controls: Mapping[int, str] | None = None,
+    ):
+        self._stream, self._stops, self._marks = TextStream(tokenizer), tuple(stops), marks or {}
+        self._controls = controls or {}
+        self._held: list[Piece] = []
+        self.is_stopped = False
+        """A stop string has come; nothing follows."""
+
+    def feed(self, tokens: Sequence[int], depths: Sequence[int]) -> tuple[int, list[Piece]]:
+        """The number of tokens that belong to the text, and the text that is certain; ``depths`` are the
+        tokens' own.
+
+        Taken one by one, so that where the text stops does not depend on how many tokens a step gives.
+        """
+        pieces: list[Piece] = []
+        for num_fed, (token, depth) in enumerate(zip(tokens, depths, strict=True)):
+            if self.is_stopped:
+                return num_fed, pieces
+            mark = self._marks.get(token)
+            text = self._stream.feed(token) if mark is None else self._stream.finish() + mark
+            if mark is not None:
+                self._stream = TextStream(self._stream.tokenizer)
+            pieces += self._passed(Piece(text, depth))
+            if mark is None and (control := self._controls.get(token)) is not None:
+                pieces += self._passed(Piece(control, depth, is_shown=False))
+        return len(tokens), pieces
+
+    def finish(self) -> list[Piece]:
+        """Held-back text, at the end of the answer."""
+        if self.is_stopped:
+            return []
+        pieces = self._passed(Piece(self._stream.finish(), 0))
+        held, self._held = self._held, []
+        return pieces if self.is_stopped else pieces + _shown(held)
+
+    def _passed(self, new: Piece) -> list[Piece]:
+        """The pieces of held and ``new`` text that may be emitted; the rest is held."""
+        if self.is_stopped:
+            return []
+        pieces = [piece for piece in [*self._held, new] if piece.text]
+        whole = "".join(piece.text for piece in pieces)
+        shown = "".join(piece.text for piece in _shown(pieces))
+        found = [at for stop in self._stops if (at := whole.find(stop)) >= 0]
+        found += [_place(pieces, at) for stop in self._stops if (at := shown.find(stop)) >= 0]
+        if found:
+            self.is_stopped, self._held = True, []
+            return _shown(_cut(pieces, min(found))[0])
+        open_at = [len(whole) - overlap(whole, stop) for stop in self._stops]
+        open_at += [_place(pieces, len(shown) - overlap(shown, stop)) for stop in self._stops]
+        passed, self._held = _cut(pieces, min(open_at, default=len(whole)))
+        return _shown(passed)
+
+
+def _shown(pieces: list[Piece]) -> list[Piece]:
+    return [piece for piece in pieces if piece.is_shown]
+
+
+def _place(pieces: list[Piece], num_shown: int) -> int:
+    """The number of characters up to and including the ``num_shown``-th shown one."""
+    length = 0
+    for piece in pieces:
+        if piece.is_shown:
+            if len(piece.text) >= num_shown:
+                return length + num_shown
+            num_shown -= len(piece.text)
+        length += len(piece.text)
+    return length
+
+
+def _cut(pieces: list[Piece], length: int) -> tuple[list[Piece], list[Piece]]:
+    """The first ``length`` characters, and the rest."""
+    before: list[Piece] = []
+    for index, piece in enumerate(pieces):
+        if len(piece.text) > length:
+            head = [replace(piece, text=piece.text[:length])] if length else []
+            rest = [replace(piece, text=piece.text[length:]), *pieces[index + 1 :]]
+            return before + head, rest
+        before.append(piece)
+        length -= len(piece.text)
+    return before, []
+
+
+def overlap(text: str, mark: str) -> int:
+    """How many characters at the end of ``text`` ``mark`` begins with, not all of it."""
+    longest = min(len(text), len(mark) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)

@@ -16,7 +16,7 @@ from medusa.cli.loading import encode_prompts, load_model, load_prompts, measure
 from medusa.cli.options import (
     GrowingInts,
     ProgramOptions,
-    chat_with,
+    answer_with,
 )
 from medusa.console import log_console
 from medusa.engine import QUANTISED
@@ -177,7 +177,7 @@ def benchmark(options: BenchmarkOptions) -> list[str]:
     title = f"{short_name(values['base'])} with {heads} on {machine}"
     report.add_picture(options.plot, partial(plot_benchmark, values, title=title))
     report.publish(options.report.json)
-    return [_chat_with_fastest(values, options)]
+    return [_answer_with_fastest(model.tokenizer, values, options)]
 
 
 def _wants_heads(options: BenchmarkOptions) -> bool:
@@ -254,12 +254,12 @@ def _measured_setting(
     }
 
 
-def _chat_with_fastest(values: Mapping[str, Any], options: BenchmarkOptions) -> str:
-    """The chat with the drafter or the heads that answered fastest, exactly."""
+def _answer_with_fastest(tokenizer: Any, values: Mapping[str, Any], options: BenchmarkOptions) -> str:
+    """The command that answers with the drafter or the heads that answered fastest, exactly."""
     milliseconds = values["milliseconds_per_token"]
     exact = [name for name in values["step_milliseconds"] if drafter_and_rule(name)[1] == EXACT]
     fastest = min(exact, key=milliseconds.__getitem__)
     others = dict(name.split("=", 1) for name in options.systems or () if "=" in name)
     if fastest in others:
-        return chat_with(HEADS, replace(options.model, heads=others[fastest]), options.drafters)
-    return chat_with(fastest, options.model, options.drafters)
+        return answer_with(tokenizer, HEADS, replace(options.model, heads=others[fastest]), options.drafters)
+    return answer_with(tokenizer, fastest, options.model, options.drafters)

@@ -30,14 +30,13 @@ from medusa.cli.terminal import (
 )
 from medusa.console import counted, log_console
 from medusa.conversations import Message
-from medusa.decoding.batch import StepResult
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
 from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
 from medusa.options import checked_utf8
-from medusa.prompts import Prompt, encode_messages, encode_text, read_prompts
-from medusa.text_stream import TextStream
+from medusa.prompts import Prompt, check_chat_template, encode_messages, encode_text, read_prompts
+from medusa.text_stream import AnswerText
 from medusa.trees.candidate_tree import CandidateTree
 
 SLASH_COMMANDS = {
@@ -87,11 +86,7 @@ class ChatSession:
     """
 
     def __init__(self, model: MedusaModel, drafter: Drafter | None, options: ChatOptions):
-        if model.tokenizer is None or model.tokenizer.chat_template is None:
-            raise ValueError(
-                f"the tokenizer of {model.base.name_or_path!r} has no chat template, so there is no way to "
-                "render a conversation; use a chat (instruct) model, or `medusa generate --raw`"
-            )
+        check_chat_template(model.tokenizer, model.base.name_or_path)
         self.model = model
         self.options = options
         self.drafter = drafter
@@ -145,14 +140,23 @@ class ChatSession:
             drafter=self.drafter,
             statistics=statistics,
         )
+        answer = AnswerText(self.model.tokenizer, self.options.replies.stop)
         tokens: list[int] = []
         pieces: list[str] = []
         ended_by: EndedBy = "interrupt"
         try:
-            for text, depth in self._pieces(steps, tokens):
-                pieces.append(text)
-                yield text, depth
-            ended_by = self._reason(tokens, limit)
+            with closing(steps):
+                for step in steps:
+                    tokens += step.tokens[0]
+                    for piece in answer.feed(step.tokens[0], step.depths[0])[1]:
+                        pieces.append(piece.text)
+                        yield piece.text, piece.depth
+                    if answer.is_stopped:
+                        break
+            for piece in answer.finish():
+                pieces.append(piece.text)
+                yield piece.text, piece.depth
+            ended_by = "end" if answer.is_stopped else self._reason(tokens, limit)
         finally:
             text, seconds = "".join(pieces), time.perf_counter() - began
             if text or ended_by != "interrupt":
@@ -171,17 +175,6 @@ class ChatSession:
             )
         return encoded, room
 
-    def _pieces(
-        self, steps: Iterator[StepResult], tokens: list[int]
-    ) -> Generator[tuple[str, int], None, None]:
-        """The text of ``steps``; their tokens are added to ``tokens``."""
-        stream = TextStream(self.model.tokenizer)
-        for step in steps:
-            for token, depth in zip(step.tokens[0], step.depths[0], strict=True):
-                tokens.append(token)
-                yield stream.feed(token), depth
-        yield stream.finish(), 0
-
     def _reason(self, tokens: list[int], limit: int) -> EndedBy:
         """Why a finished answer ended."""
         if len(tokens) < limit or tokens[-1] in end_ids(self.model.base, self.model.tokenizer):
@@ -196,7 +189,7 @@ def chat(options: ChatOptions) -> list[str]:
         if options.prompts.prompts is None
         else read_prompts(options.prompts.prompts, options.prompts.limit)
     )
-    session = ChatSession(*load_for_replies(options, options.prompts), options)
+    session = ChatSession(*load_for_replies(options, options.prompts, for_chat=True), options)
     terminal = ChatTerminal(session, Console(highlight=False), options.color_depth)
     if prompts is not None:
         terminal.answer_prompts(prompts)
@@ -369,11 +362,14 @@ def generate(options: GenerateOptions) -> list[str]:
         "drafter": drafter,
         "prediction": prediction,
     }
-    stream = TextStream(model.tokenizer)
-    for step in model.stream(**arguments, statistics=statistics):
-        sys.stdout.write("".join(stream.feed(token) for token in step.tokens[0]))
-        sys.stdout.flush()
-    sys.stdout.write(stream.finish() + "\n")
+    answer = AnswerText(model.tokenizer, options.replies.stop)
+    with closing(model.stream(**arguments, statistics=statistics)) as steps:
+        for step in steps:
+            sys.stdout.write("".join(piece.text for piece in answer.feed(step.tokens[0], step.depths[0])[1]))
+            sys.stdout.flush()
+            if answer.is_stopped:
+                break
+    sys.stdout.write("".join(piece.text for piece in answer.finish()) + "\n")
     seconds = statistics.prefill_seconds + statistics.decode_seconds
     log_console().print(_cost_line(statistics, seconds), style="dim")
     return [command("chat", *to_argv(options.model))] if model.tokenizer.chat_template else []

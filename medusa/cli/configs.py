@@ -45,10 +45,13 @@ def configs(options: ConfigsOptions) -> list[str]:
     sys.stdout.write(f"{path}\n")
     if path.suffix == ".jsonl":
         return [command("distill", "--prompts", path.stem, "--output", f"runs/{path.stem}/answers.jsonl")]
-    return COMMAND.findall(path.read_text(encoding="utf-8")) or [command("train", "--config", path.stem)]
+    text = re.sub(r"\\\n# +", "", path.read_text(encoding="utf-8"))  # a command of several lines
+    return COMMAND.findall(text) or [command("train", "--config", path.stem)]
 
 
 def _about(path: Path) -> str:
-    """The purpose of a file: its first comment, or its number of prompts."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return f"{len(lines)} prompts" if path.suffix == ".jsonl" else lines[0].lstrip("# ")
+    """The purpose of a file: the first sentence of its comment, or its number of prompts."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".jsonl":
+        return f"{len(text.splitlines())} prompts"
+    return re.sub(r"\n# *", " ", text.lstrip("# ")).split(". ")[0]

@@ -116,8 +116,11 @@ class _AnswerProgress:
     def show(self) -> None:
         elapsed = max(self.limit.elapsed, 1e-9)
         of_time = 0.0 if self.limit.seconds is None else min(1.0, elapsed / self.limit.seconds)
-        note = f"{self.num_ended}/{self.num_conversations}, {self.num_tokens / elapsed:.0f} tokens/s"
-        self.reporter.show(max(of_time, self.num_ended / self.num_conversations), note, elapsed)
+        of_answers = self.num_ended / self.num_conversations
+        note = f"{self.num_ended}/{self.num_conversations} answers, {self.num_tokens / elapsed:.0f} tokens/s"
+        if self.limit.seconds is not None and of_time > of_answers:
+            note += f", ends after {self.limit.seconds / 60:g} minutes"
+        self.reporter.show(max(of_time, of_answers), note, elapsed)
 
 
 def _configuration(options: DistillOptions) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from medusa.cli.loading import (
     load_prompts,
     measured_on,
 )
-from medusa.cli.options import GrowingInts, ModelOptions, ProgramOptions, command, to_argv
+from medusa.cli.options import GrowingInts, ModelOptions, ProgramOptions, answer_command, command, to_argv
 from medusa.console import counted, log_console, track
 from medusa.drafters.registry import DrafterFactory
 from medusa.engine.engine_state import resolved_engine
@@ -272,7 +272,7 @@ def _compare_sets(sets: Sequence[NamedHeads], options: EvaluationOptions) -> lis
     report.publish(options.report.json)
     largest = str(max(asked.sizes))
     best = max(values["heads"], key=lambda row: row["tokens_per_step"][largest]["value"])
-    return [command("chat", *to_argv(replace(options.model, heads=best["heads"])))]
+    return [answer_command(model.tokenizer, *to_argv(replace(options.model, heads=best["heads"])))]
 
 
 def _answers_to_compare_on(

@@ -17,10 +17,10 @@ from transformers.cache_utils import DynamicCache
 
 from medusa.assets import shipped_heads
 from medusa.base.architecture_check import check_decodable, is_tested
-from medusa.base.loading import resolve_source
+from medusa.base.loading import load_tokenizer, resolve_source
 from medusa.base.recurrent import is_recurrent, kind_of_layer
 from medusa.cli.option_types import InfoOptions
-from medusa.cli.options import command
+from medusa.cli.options import answer_command, command
 from medusa.console import counted
 from medusa.heads.checkpoint import PROVENANCE_FILE, HeadsCheckpoint, kind_of, load_heads
 from medusa.heads.mtp import num_mtp_layers
@@ -33,6 +33,16 @@ def info(options: InfoOptions) -> list[str]:
     """Print a description of the heads, or of the base."""
     name, config = options.heads, _base_config(options.heads)
     described = describe_heads(load_heads(name)) if config is None else describe_base(config)
+    tokenizer = None
+    if config is not None:
+        try:
+            tokenizer = load_tokenizer(name)
+        except (OSError, ValueError) as error:
+            described["chat_template"] = f"no tokenizer: {str(error).splitlines()[0]}"
+        else:
+            described["chat_template"] = (
+                "none: it continues text" if tokenizer.chat_template is None else "yes"
+            )
     if options.json:
         sys.stdout.write(json.dumps(described) + "\n")
     else:
@@ -47,7 +57,8 @@ def info(options: InfoOptions) -> list[str]:
             table.add_row(f"made: {key}", text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + " ...")
         Console(highlight=False).print(table)
     if config is not None:
-        return [] if described["decodes"].startswith("no") else [command("chat", "--base", name)]
+        can_answer = tokenizer is not None and not described["decodes"].startswith("no")
+        return [answer_command(tokenizer, "--base", name)] if can_answer else []
     can_be_tuned = not described["tuned_trees"] and Path(name).is_dir()
     return [command("tune" if can_be_tuned else "chat", "--heads", name)]
 

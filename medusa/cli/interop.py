@@ -23,7 +23,7 @@ from medusa.cli.loading import (
     recorded_base,
 )
 from medusa.cli.option_types import CheckOptions, ExportOptions, ImportOptions, PushOptions
-from medusa.cli.options import command, to_argv
+from medusa.cli.options import answer_command, command, to_argv
 from medusa.console import PERCENT, counted, log_console, print_list, track
 from medusa.files import Layout, check_writable_target, replaceable_files, replaced_directory
 from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
@@ -123,8 +123,9 @@ def import_foreign(options: ImportOptions) -> list[str]:
         base_name=own_name,
         overwrite=options.overwrite,
     )
+    tokenizer = load_tokenizer(found)
     if options.base_output is not None:
-        save_base(base, load_tokenizer(found), options.base_output)
+        save_base(base, tokenizer, options.base_output)
     heads = checkpoint.heads
     log.print(
         f"{options.output}: {_in_words(heads)}, in {foreign.consumer}'s format, for {own_name}",
@@ -144,7 +145,7 @@ def import_foreign(options: ImportOptions) -> list[str]:
         options.report.json,
     )
     use = ("--base", own_name, "--heads", options.output)
-    return [command("chat", *use), command("tune", *use)]
+    return [answer_command(tokenizer, *use), command("tune", *use)]
 
 
 def check(options: CheckOptions) -> list[str]:

@@ -29,7 +29,7 @@ from medusa.cli.options import (
     AnswerOptions,
     ModelOptions,
     PromptOptions,
-    command,
+    answer_command,
     how_to_train,
     to_argv,
 )
@@ -50,6 +50,7 @@ from medusa.model import MedusaModel
 from medusa.options import Dtype, Engine, StepKind, TemplateOptions
 from medusa.prompts import (
     Prompt,
+    check_chat_template,
     encode_prompt,
     has_same_template_kwargs,
     read_prompts,
@@ -62,13 +63,14 @@ def load_model(
     with_heads: bool = True,
     template: TemplateOptions | None = None,
     holds_weights: bool = False,
+    for_chat: bool = False,
 ) -> MedusaModel:
     """The base and its heads, on the device asked for; says first which medusa is running.
 
     Without ``--base`` the base is the one that the heads record. Their adapter is put onto the base without
     heads too, so that the text is the same. Warns where heads were trained with other chat template options
     than ``template``. ``holds_weights`` keeps the base's own weights beside the engine's packed ones, for
-    measuring ``transformers``.
+    measuring ``transformers``. ``for_chat`` refuses a base without a chat template before it is read.
     """
     log = log_version()
     check_template_kwargs({} if template is None else template.template_kwargs)
@@ -79,6 +81,9 @@ def load_model(
     source = find_base(name, trust_remote_code=options.trust_remote_code)
     if checkpoint is not None:
         check_heads_fit_source(checkpoint.heads, source)
+    tokenizer = load_tokenizer(source)
+    if for_chat:
+        check_chat_template(tokenizer, name)
     has_adapter = checkpoint is not None and checkpoint.adapter is not None
     # an adapter changes the weights, so they are held as they are
     engine: Engine = "eager" if has_adapter or holds_weights else options.engine
@@ -87,7 +92,6 @@ def load_model(
         checkpoint = own_heads(base)
     if checkpoint is not None and checkpoint.adapter is not None:
         apply_adapter(base, checkpoint.adapter)
-    tokenizer = load_tokenizer(source)
     base.generation_config.eos_token_id = sorted(end_ids(base, tokenizer)) or None
     model = MedusaModel.from_pretrained(
         base,
@@ -219,13 +223,13 @@ def measured_on(model: MedusaModel) -> dict[str, Any]:
 
 
 def load_for_replies(
-    options: AnsweringOptions, template: TemplateOptions
+    options: AnsweringOptions, template: TemplateOptions, for_chat: bool = False
 ) -> tuple[MedusaModel, Drafter | None]:
     """:func:`load_model`, with heads where the drafter asked for needs them; and that drafter, or None, which
     leaves the choice to the model."""
     name, is_plain = options.replies.drafter, options.replies.plain
     with_heads = not is_plain and (name is None or uses_model_heads(name))
-    model = load_model(options.model, with_heads, template)
+    model = load_model(options.model, with_heads, template, for_chat=for_chat)
     return model, None if name is None else DrafterFactory(model, options.drafters).make(name)
 
 
@@ -238,7 +242,7 @@ def compile_model(options: CompileOptions) -> list[str]:
     log_console().print(f"{text}, {megabytes(num_bytes)}", soft_wrap=True)
     found = {"was_there": was_there, "seconds": seconds, "bytes": num_bytes}
     end_with_json(found, options.report.json)
-    return [command("chat", *to_argv(options.model))]
+    return [answer_command(model.tokenizer, *to_argv(options.model))]
 
 
 def load_prompts(options: PromptOptions, take_all: bool = False) -> list[Prompt]:

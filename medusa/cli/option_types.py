@@ -40,10 +40,14 @@ class ReplyOptions:
     same. None is dynamic-heads+suffix, the heads and what followed the same words before."""
     repetition_penalty: float | None = None
     """Above 1 discourages repetition."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer, and are not part of it."""
 
     def __post_init__(self) -> None:
         check_above(self, 0, "repetition_penalty")
         checked_utf8(self.system or "", "system")
+        if "" in self.stop:
+            raise ValueError("stop must be texts of one character or more, got ''; leave it out")
         if self.plain and self.drafter is not None:
             raise ValueError(f"plain guesses nothing, and drafter {self.drafter} does; give one of them")
 

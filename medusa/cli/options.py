@@ -47,6 +47,7 @@ EMBEDDED_PROMPTS = "demo_heldout"
 
 _ABOUT_CONFIG = (
     "Flags can also come from a YAML file, as `max_new_tokens: 64`: --config FILE.\n"
+    "In the names of flags _ and - mean the same.\n"
     "Names from `medusa configs` can be used in place of paths."
 )
 
@@ -79,6 +80,7 @@ def parse(
     try:
         file, words = _without_config(sys.argv[1:] if arguments is None else arguments)
         words = [_current_flag(word, flags) for word in words]
+        _check_known(words, flags)
         words = _gathered(_switches(words, flags), flags)
         given = _values(presets(), flags, "presets")
         if file is not None:
@@ -151,6 +153,24 @@ def _current_flag(word: str, flags: Mapping[str, Any]) -> str:
     name, *value = word.split("=", 1)
     now = RENAMED.get(name.removeprefix("--"), "") if name[:2] == "--" else ""
     return "=".join([f"--{now.replace('_', '-')}", *value]) if now in flags else word
+
+
+ELSEWHERE = {"model": "base", "max_tokens": "max_new_tokens", "temp": "temperature"}
+"""Flags of other programs, and what they are called here."""
+
+
+def _check_known(words: Sequence[str], flags: Mapping[str, Any]) -> None:
+    """Refuse a flag that is none of ``flags``, and name the one that may be meant."""
+    names = {name.rstrip("_") for name in flags}  # as_, for --as
+    for word in words:
+        name = word.partition("=")[0]
+        key = name[2:].replace("-", "_")
+        if not name.startswith("--") or key in (*names, "", "help") or key.removeprefix("no_") in names:
+            continue
+        meant = ELSEWHERE.get(key, "")
+        nearest = [meant] if meant in names else difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+        advice = f"did you mean --{nearest[0].replace('_', '-')}?" if nearest else "--help lists every option"
+        raise ValueError(f"unknown option {name}; {advice}")
 
 
 def _default(field: dataclasses.Field) -> Any:
@@ -463,6 +483,14 @@ def command(name: str, *words: object) -> str:
     return shlex.join(["medusa", name, *map(str, words)])
 
 
+def answer_command(tokenizer: Any, *words: object) -> str:
+    """The command that answers: ``medusa chat``, or ``medusa generate`` where the base has no chat template
+    and continues text."""
+    if tokenizer.chat_template is not None:
+        return command("chat", *words)
+    return command("generate", *words, "Once upon a time")
+
+
 def how_to_train(base: str | None) -> str:
     """The two commands that train heads for ``base``, with the prompts that ship."""
     of_base = () if base is None else ("--base", base)
@@ -486,7 +514,7 @@ def _own_name() -> str:
     return shlex.quote(os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script))
 
 
-def chat_with(drafter: str, model: ModelOptions, drafters: DrafterSettings) -> str:
-    """The command that chats with this drafter, as measurements call it."""
+def answer_with(tokenizer: Any, drafter: str, model: ModelOptions, drafters: DrafterSettings) -> str:
+    """The command that answers with this drafter, as measurements call it."""
     which = {"plain": ["--plain"], "default": []}.get(drafter, ["--drafter", drafter])
-    return command("chat", *which, *to_argv(model), *to_argv(drafters.read_by(drafter)))
+    return answer_command(tokenizer, *which, *to_argv(model), *to_argv(drafters.read_by(drafter)))

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 from transformers.utils.logging import disable_progress_bar
 
-from medusa.cli.options import command, to_argv
+from medusa.base.loading import load_tokenizer
+from medusa.cli.options import answer_command, command, to_argv
 from medusa.training.config import TrainingConfiguration, launched_precision
 from medusa.training.run import job
 
@@ -62,7 +63,7 @@ def next_steps(configuration: TrainOptions) -> list[str]:
         return [command("train", *to_argv(again))]
     heads = Path(run.output_dir, "heads")
     use = ("--base", configuration.base.base, "--heads", heads)
-    steps = [command("tune", *use), command("chat", *use)]
+    steps = [command("tune", *use), answer_command(load_tokenizer(configuration.base.base), *use)]
     if configuration.kind == "eagle3":
         steps.append(command("export", heads, "--to", "vllm-eagle3", "--output", heads.with_name("export")))
     return steps

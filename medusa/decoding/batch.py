@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -562,7 +562,9 @@ def _cause(error: Exception) -> Exception:
     return error.__cause__ if is_wrapped else error  # type: ignore[return-value]
 
 
-def decode(batch: Batch, request: DecodeRequest, is_streamed: bool = True) -> Iterator[StepResult]:
+def decode(
+    batch: Batch, request: DecodeRequest, is_streamed: bool = True
+) -> Generator[StepResult, None, None]:
     """Decode ``request`` in ``batch``, which must be empty; yields one :class:`StepResult` per forward pass.
 
     Before results are yielded, the weights are checked for changes; unless ``is_streamed``, only before the

@@ -308,6 +308,11 @@ def _read_config(directory: Path) -> dict[str, Any]:
     """config.json, of a format that this version reads."""
     path = directory / CONFIG_FILE
     raw = read_json(path)
+    if "model_type" in raw and "format_version" not in raw:
+        raise ValueError(
+            f"{directory} is a base model of type {reprlib.repr(raw['model_type'])}, and heads are meant; "
+            "name a directory that `medusa train` wrote"
+        )
     if raw.get("format_version") != _FORMAT_VERSION:
         raise ValueError(
             f"{path} has format_version={reprlib.repr(raw.get('format_version'))}, this version of medusa "

@@ -92,6 +92,7 @@ def made_by(model: MedusaModel, source: str, answers: Mapping[str, Any]) -> dict
         "dtype": runtime.dtype,
         "engine": runtime.engine,
         "tree_nodes": model.tree.num_nodes,
+        "tree_depth": model.tree.depth,
         **answers,
     }
 
@@ -124,6 +125,8 @@ def add_tables(report: Report, temperature: float) -> None:
         "accepted: in live decoding, of all steps; reached: of the steps that accepted the depth before. "
         "top k: the true token is among the head's k best guesses (teacher-forced)."
     )
+    if (deepest := values["made"]["tree_depth"]) < len(accuracies["top1"]):
+        note += f" The tree is {deepest} deep, so deeper heads drafted nothing; --tree-nodes chooses another."
     report.add_table("Heads", columns, range(len(accuracies["top1"])), note=note)
 
     columns = {

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from medusa.serving.output_formats import OutputFormat, types_of
 from medusa.serving.requests import json_value
+from medusa.text_stream import overlap
 
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 PYTHON_CALL = re.compile(r"\s*([A-Za-z_][\w.-]*)\(")
@@ -380,12 +381,6 @@ class OutputParser:
                 say = self._argue
             yield from self._until(["<|end|>", "<|call|>", "<|return|>"], say)
             self._drop_blank()
-
-
-def overlap(text: str, mark: str) -> int:
-    """How many characters at the end of ``text`` ``mark`` begins with, not all of it."""
-    longest = min(len(text), len(mark) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
 
 
 def _json(text: str) -> Any:

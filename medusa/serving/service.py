@@ -47,7 +47,8 @@ from medusa.serving.requests import (
     text_of,
 )
 from medusa.serving.settings import ServiceOptions
-from medusa.serving.worker import Answer, AnswerText, Update, Worker, WorkerEnded
+from medusa.serving.worker import Answer, Update, Worker, WorkerEnded
+from medusa.text_stream import AnswerText
 
 RETRY_AFTER = 2
 """Seconds after which a client may ask again when there is no room."""

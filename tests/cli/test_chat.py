@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from tiny_chat import chat_model, chat_tokenizer, wide_tree
+from tiny_chat import chat_model, chat_tokenizer, save_chat_model, wide_tree
 
 from medusa.cli.chat import ChatSession, ChatTerminal, ContextFullError
+from medusa.cli.main import main
 from medusa.cli.option_types import ChatOptions, ReplyOptions
 from medusa.cli.options import AnswerOptions
 from medusa.cli.terminal import WrappedText, controls_not_echoed, stop_button
@@ -370,7 +371,7 @@ def test_statistics_of_a_stopped_answer_still_count():
 def test_a_model_without_a_chat_template_is_refused_with_the_way_out():
     model = chat_model()
     model.tokenizer.chat_template = None
-    with pytest.raises(ValueError, match=r"no chat template.*medusa generate --raw"):
+    with pytest.raises(ValueError, match=r"no chat template.*medusa generate --base"):
         ChatSession(model, None, ChatOptions())
 
 
@@ -385,3 +386,24 @@ def test_the_interrupted_model_is_as_good_as_new():
     session.reset()
     assert "".join(text for text, _ in session.reply("Hello")) == whole
     assert not torch.is_inference_mode_enabled()
+
+
+def test_an_answer_ends_before_a_stop_text_and_decoding_stops_there():
+    model = ScriptedModel("One. Two. Three. Four.")
+    options = ChatOptions(replies=ReplyOptions(stop=(". Three",)))
+    session = ChatSession(model, None, options)
+    assert "".join(text for text, _ in session.reply("Count")) == "One. Two"
+    assert session.answers[0].ended_by == "end"
+    assert session.messages[-1]["content"] == "One. Two"
+    whole = ChatSession(ScriptedModel("One. Two. Three. Four."), None, ChatOptions())
+    list(whole.reply("Count"))
+    assert session.statistics.num_tokens < whole.statistics.num_tokens
+
+
+def test_generate_ends_before_a_stop_text(tmp_path, capsys):
+    base, heads = save_chat_model(tmp_path)
+    words = ["generate", "--base", base, "--heads", heads, "--max-new-tokens", "12", "Hello"]
+    assert main(words) == 0
+    whole = capsys.readouterr().out.rstrip("\n")
+    assert main([*words, "--stop", whole[3:5]]) == 0
+    assert capsys.readouterr().out == whole[: whole.index(whole[3:5])] + "\n"

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 from reported import ran
 from stateful_models import stateful_model, tiny_stateful_model
-from tiny_chat import chat_heads, save_chat_model, wide_tree
+from tiny_chat import chat_heads, chat_tokenizer, save_chat_model, wide_tree
 from transformers import PreTrainedTokenizerBase, T5Config
 
 import medusa
@@ -238,10 +238,24 @@ def test_info_lists_the_places_that_trees_were_tuned_at(capsys, tmp_path):
 )
 def test_a_base_is_described_without_its_weights(base, expected, tmp_path, capsys):
     base().config.save_pretrained(tmp_path)
+    assert not info(InfoOptions(heads=str(tmp_path), json=True)), "nothing can be asked without a tokenizer"
+    assert json.loads(capsys.readouterr().out)["chat_template"].startswith("no tokenizer")
+    chat_tokenizer().save_pretrained(tmp_path)
     following = info(InfoOptions(heads=str(tmp_path), json=True))
     described = json.loads(capsys.readouterr().out)
+    assert described["chat_template"] == "yes"
     assert {name: described[name] for name in expected} == expected
     assert bool(following) == (expected["decodes"] == "yes")
+
+
+def test_a_base_that_continues_text_is_told_from_one_that_chats(tmp_path, capsys):
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    (following,) = info(InfoOptions(heads=str(tmp_path)))
+    assert following.startswith("medusa generate --base")
+    assert "none: it continues text" in capsys.readouterr().out
 
 
 def test_a_base_is_described_in_a_table(tmp_path, capsys):

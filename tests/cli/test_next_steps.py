@@ -18,7 +18,7 @@ import medusa.hardware
 from medusa import HeadsCheckpoint, MedusaModel, save_heads
 from medusa.cli.main import COMMANDS, _named, main
 from medusa.cli.option_types import ChatOptions, PushOptions
-from medusa.cli.options import DrafterSettings, ModelOptions, chat_with, parse, print_next, to_argv
+from medusa.cli.options import DrafterSettings, ModelOptions, answer_with, parse, print_next, to_argv
 from medusa.cli.train import TrainOptions, next_steps
 
 SIZE = 264  # tokens of the counting base, more than the tokenizer has; heads of an even size
@@ -133,11 +133,15 @@ def test_options_come_back_from_their_words(kind, words):
 
 def test_only_what_a_drafter_reads_goes_with_it():
     drafting = DrafterSettings(draft_length=3, draft_model="small", exit_layer=2)
-    model = ModelOptions(engine="int8")
-    assert chat_with("plain", model, drafting) == "medusa chat --plain --engine int8 --draft-length 3"
-    assert chat_with("default", model, DrafterSettings()) == "medusa chat --engine int8"
+    model, chats = ModelOptions(engine="int8"), chat_tokenizer()
+    assert (
+        answer_with(chats, "plain", model, drafting) == "medusa chat --plain --engine int8 --draft-length 3"
+    )
+    assert answer_with(chats, "default", model, DrafterSettings()) == "medusa chat --engine int8"
     expected = "medusa chat --drafter early-exit+suffix --draft-length 3 --exit-layer 2"
-    assert chat_with("early-exit+suffix", ModelOptions(), drafting) == expected
+    assert answer_with(chats, "early-exit+suffix", ModelOptions(), drafting) == expected
+    chats.chat_template = None
+    assert answer_with(chats, "plain", model, drafting).startswith("medusa generate --plain --engine int8 ")
 
 
 @pytest.mark.parametrize(

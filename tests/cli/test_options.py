@@ -143,7 +143,7 @@ def test_a_file_that_cannot_be_used_is_refused_with_status_2(config, capsys, tex
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--learning-rat", "1"], "--learning-rate FLOAT"),
+        (["--learning-rat", "1"], "did you mean --learning-rate?"),
         (["--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
         (["--temperature", "nan"], "temperature must be at least 0, got nan"),
         (["--temperature", "1", "--top-p", "2"], "top_p must be in (0, 1], got 2.0"),
@@ -153,6 +153,7 @@ def test_a_file_that_cannot_be_used_is_refused_with_status_2(config, capsys, tex
         (["--exit-layer", "0"], "exit_layer must be at least 1, got 0"),
         (["--sizes", "2,0"], "must be at least 1, got 0"),
         (["--precision", "fp8"], "'fp32'"),
+        (["--model", "x"], "unknown option --model; "),
         (["--names", "--sizes", "1"], "--names must have a value, got none"),
         (["--config"], "--config takes one file and is given once"),
         (["--config", "nowhere.yaml"], "configuration file 'nowhere.yaml' does not exist"),

@@ -41,7 +41,7 @@ REFUSED = [
     ("serve --cors-origin null", "cors_origin must be"),
     ("serve --port 99999", "port must be at most 65535, got 99999"),
     ("serve --tls-key key.pem", "tls_key goes with tls_certificate"),
-    ("tune --heads owner/name", "heads must be a directory to"),
+    ("tune --heads owner/name", "heads must be a directory that is there"),
     ("train --base b --data d --output_dir o", "one of num_epochs, max_steps, max_minutes must"),
     ("train --base b --output_dir o --max_steps 1", "--data"),
 ]

@@ -261,7 +261,7 @@ def test_info_says_in_one_line_what_is_wrong(saved, capsys, monkeypatch, tmp_pat
     monkeypatch.chdir(tmp_path)
     (saved / "config.json").write_text('{"model_type": "llama"}')
     for source, told in (
-        (str(saved), rf"error: {saved}/config.json has format_version=None, .*\n"),
+        (str(saved), rf"error: {saved} is a base model of type 'llama', .*\n"),
         ("no such/heads", r"error: no heads directory at 'no such/heads'[:;] .*\n"),
     ):
         printed = ran(capsys, ["info", source], 1)
@@ -270,7 +270,7 @@ def test_info_says_in_one_line_what_is_wrong(saved, capsys, monkeypatch, tmp_pat
 
 def test_an_output_directory_that_holds_something_is_refused_and_left_alone(saved):
     before = contents(saved)
-    with pytest.raises(FileExistsError, match="is not empty; choose another, or allow overwriting"):
+    with pytest.raises(FileExistsError, match="is not empty; choose another, or overwrite it"):
         save_heads(checkpoint_of("full"), saved)
     with pytest.raises(FileExistsError, match="exists and is not empty"):
         check_writable_target(saved)

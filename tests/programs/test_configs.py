@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def test_there_are_training_configurations():
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_the_first_lines_say_what_it_is_for_and_how_to_launch_it(path):
-    comment = [line for line in path.read_text().splitlines()[:4] if line.startswith("#")]
+    comment = list(takewhile(lambda line: line.startswith("#"), path.read_text().splitlines()))
     assert len(comment[0]) > 30
     assert any(f"--config {path.stem}" in line or f"configs {path.stem}" in line for line in comment)
 

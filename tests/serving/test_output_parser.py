@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from medusa.serving.output_formats import OutputFormat, detect_format
 from medusa.serving.output_parser import OutputParser
-from medusa.serving.worker import AnswerText
+from medusa.text_stream import AnswerText
 
 TOKENIZER = chat_tokenizer()
 TOOLS = {

@@ -126,7 +126,8 @@ def parse_row(row: Any, origin: str) -> Example:
     if row.get("text") is not None:
         refuse_beside_text(row, origin)
         return Example(origin, text=checked_text(row["text"], "text", origin))
-    raise ValueError(f"{origin} must hold {_SHAPES}; it holds {sorted(map(str, row))}")
+    advice = "" if "prompt" not in row else "; prompts are answered first: `medusa distill --prompts FILE`"
+    raise ValueError(f"{origin} must hold {_SHAPES}; it holds {sorted(map(str, row))}{advice}")
 
 
 def _messages(turns: Any, named: str, origin: str) -> list[Message]:

@@ -135,7 +135,8 @@ class CachedHiddenStates(StatesDirectory):
             )
         line.say(
             f"hidden states of {len(self.documents)} documents: {size / 2**20:.0f} MiB to write in "
-            f"{self.directory}, {len(missing)} of {len(self.ends)} shards; {room / 2**30:.1f} GiB are free"
+            f"{self.directory}, {len(missing)} shards ({len(self.ends) - len(missing)} are there); "
+            f"{room / 2**30:.1f} GiB are free"
         )
         return missing
 
@@ -149,9 +150,19 @@ class CachedHiddenStates(StatesDirectory):
         """
         in_full = self.header["arithmetic"] == self.header["base_dtype"]
         with torch.autocast(live.base.device.type, enabled=False) if in_full else nullcontext():
-            for number, shard in enumerate(shards, start=1):
-                self.write(shard, self._computed(shard, live, options), f"medusa {medusa.__version__}")
-                line.show(number / len(shards))
+            number = sum(len(self.documents_of(shard)) for shard in shards)
+            done = 0
+
+            def counted(states: Iterator[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+                nonlocal done
+                for each in states:
+                    yield each
+                    done += 1
+                    line.show(done / number, f"{done}/{number} documents")
+
+            for shard in shards:
+                computed = counted(self._computed(shard, live, options))
+                self.write(shard, computed, f"medusa {medusa.__version__}")
             live.finish()
 
     def check(self, shards: Iterable[int]) -> None:
