@@ -101,6 +101,8 @@ def run_server(
             gc.collect()
             gc.freeze()  # a full collection need not look at model and libraries, with all clients waiting
             log.info("ready: %s%s", scheme, where)
+            if service.tokenizer.chat_template is None:
+                log.info("the base has no chat template: /v1/completions only, and no chat page")
             SignalledServer(config, service, address.grace).run(sockets=[bound])
         finally:
             service.worker.close()
