@@ -331,6 +331,7 @@ def _cost_line(statistics: DecodingStatistics, seconds: float, note: str = "") -
         f"{counted(statistics.num_tokens, 'token')} in {seconds:.1f} s",
         f"{statistics.num_tokens / seconds:.1f} tokens/s",
         f"{statistics.tokens_per_step:.2f} tokens per step",
+        f"{statistics.num_paused} of {statistics.num_steps} drafted nothing" if statistics.num_paused else "",
         note,
     ]
     return " · ".join(part for part in parts if part)

@@ -174,7 +174,8 @@ def check(options: CheckOptions) -> list[str]:
         raise ValueError(
             f"the first head of {directory} is right for {result.top1[0]:.1%} of the tokens, an untrained "
             f"one for {result.untrained_top1[0]:.1%}: these heads would slow {foreign.consumer} down. Do "
-            f"they belong to the base {name!r}, and do they decode better here before the export?"
+            f"they belong to the base {name!r}, were they trained for long, and do they decode better here "
+            "before the export?"
         )
     return [serve]
 

@@ -78,7 +78,15 @@ def load_model(
     named = options.named_heads
     checkpoint = None if named in (OWN_HEADS, None) else load_heads(named)
     name = options.base or recorded_base(checkpoint, options.heads)
-    source = find_base(name, trust_remote_code=options.trust_remote_code)
+    try:
+        source = find_base(name, trust_remote_code=options.trust_remote_code)
+    except FileNotFoundError as error:
+        if options.base is None and checkpoint is not None:
+            raise FileNotFoundError(
+                f"the heads in {options.heads!r} were trained on the base {name!r}, which is not here: give "
+                f"--base ({error})"
+            ) from error
+        raise
     if checkpoint is not None:
         check_heads_fit_source(checkpoint.heads, source)
     tokenizer = load_tokenizer(source)

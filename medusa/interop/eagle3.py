@@ -145,7 +145,7 @@ def _exported(request: ToExport) -> tuple[Eagle3Head, dict[str, Tensor], tuple[s
     if not isinstance(head, Eagle3Head):
         raise ValueError(
             f"{request.source} holds other heads, and this format an EAGLE-3 head; train one with "
-            "--head-kind eagle3, or export plain heads --to vllm-medusa"
+            "--head-kind eagle3. --to vllm-medusa takes Medusa heads without reads_path and fused_layers"
         )
     check_belongs(request)
     state = {name: each for name, each in head.state_dict().items() if name != "token_map"}

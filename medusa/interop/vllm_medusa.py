@@ -108,7 +108,7 @@ def checked_plain(request: ToExport) -> MedusaHeads:
         raise ValueError(
             f"{source} cannot be served by vLLM, whose heads read the base's last hidden state and "
             f"nothing else. {'; '.join(more)}. Train heads for vLLM with --reads-path false and "
-            "without --fused-layers; they guess less well"
+            "--fused-layers none; they guess less well"
         )
     check_belongs(request)
     return heads

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tiny_chat import chat_model, chat_tokenizer, save_chat_model, wide_tree
 
-from medusa.cli.chat import ChatSession, ChatTerminal, ContextFullError
+from medusa.cli.chat import ChatSession, ChatTerminal, ContextFullError, _cost_line
 from medusa.cli.main import main
 from medusa.cli.option_types import ChatOptions, ReplyOptions
 from medusa.cli.options import AnswerOptions
@@ -93,6 +93,12 @@ def test_each_answer_is_followed_by_what_it_cost():
     # 6 tokens with the end token: one of the prefill, then 3 steps of which 2 accept a guess.
     assert "Hello\n6 tokens in " in printed()
     assert "1.67 tokens per step" in printed()
+    assert "drafted nothing" not in printed()
+
+
+def test_the_cost_of_an_answer_says_in_how_many_steps_drafting_paused():
+    statistics = DecodingStatistics(num_rows=1, num_steps=8, num_paused=5)
+    assert "1.00 tokens per step · 5 of 8 drafted nothing" in _cost_line(statistics, 1.0)
 
 
 def test_reset_forgets_the_conversation_and_keeps_the_system_message():

@@ -484,3 +484,9 @@ def test_errors_and_ctrl_c_become_exit_statuses(capsys):
 def test_a_mistake_of_ours_is_not_dressed_up_as_a_user_error():
     with pytest.raises(ZeroDivisionError):
         exit_status(lambda: 1 / 0, show_traceback=False)
+
+
+def test_heads_that_were_carried_elsewhere_ask_for_their_base(tmp_path, capsys):
+    heads = save_heads(HeadsCheckpoint(chat_heads(), "runs/base", CandidateTree.chain(1)), tmp_path / "heads")
+    printed = ran(capsys, ["generate", "--heads", str(heads), "Hello"], 1)
+    assert "were trained on the base 'runs/base', which is not here: give --base" in printed.err

@@ -32,9 +32,10 @@ def one_line(name: str, metrics: Mapping[str, float]) -> str:
         for key in ("top1", "top5")
     }
     line = f"{name}: loss {metrics[f'{name}/loss']:.3f}  top-1 {rates['top1']}  top-5 {rates['top5']}"
-    for key in ("tokens_per_step", "base_perplexity"):
-        if (value := metrics.get(f"{name}/{key}")) is not None:
-            line += f"  {key.replace('_', ' ')} {value:.3f}"
+    if (value := metrics.get(f"{name}/tokens_per_step")) is not None:
+        line += f"  tokens per step {value:.3f} ({NUM_NODES} nodes)"
+    if (value := metrics.get(f"{name}/base_perplexity")) is not None:
+        line += f"  base perplexity {value:.3f}"
     return line
 
 

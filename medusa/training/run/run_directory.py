@@ -120,7 +120,10 @@ class RunDirectory:
         elif configuration.run.overwrite:
             self._earlier_run(configuration)
         elif self._foreign_entries(configuration.data.data):
-            check_writable_target(self.path)
+            try:
+                check_writable_target(self.path)
+            except FileExistsError as error:
+                raise FileExistsError(f"{error}, or go on with the run in it (--resume auto)") from error
 
     def _check_shared(self, configuration: TrainingConfiguration) -> None:
         """Raise ValueError where directories that runs may share would be replaced by this run."""
