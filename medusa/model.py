@@ -180,6 +180,8 @@ class MedusaModel:
             ValueError: heads, adapter and base do not belong together; a base already loaded must carry the
                 adapter already: a model that the caller loaded is not changed.
         """
+        if "device" in base_kwargs:
+            raise TypeError(f"device is called device_map, as in transformers: {base_kwargs['device']!r}")
         hub = {key: base_kwargs[key] for key in HUB_ARGUMENTS if key in base_kwargs}
         if isinstance(heads, (str, Path)) and heads != OWN_HEADS:
             known = str(base) if isinstance(base, (str, Path)) else getattr(base, "name_or_path", None)

@@ -113,7 +113,7 @@ def test_resume_auto_goes_on_before_there_was_a_checkpoint_and_refuses_other_run
         train(resume="auto", num_heads=3)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="exists and is not empty.*--overwrite.*--resume auto"):
+    with pytest.raises(FileExistsError, match=r"exists and is not empty.*--overwrite.*--resume auto"):
         train(resume="auto", output_dir=tmp_path / "other")
 
 
