@@ -25,7 +25,7 @@ from medusa.console import counted
 from medusa.heads.checkpoint import PROVENANCE_FILE, HeadsCheckpoint, kind_of, load_heads
 from medusa.heads.mtp import num_mtp_layers
 
-LONGEST_CELL = 300
+LONGEST_CELL = 600
 """Characters of a provenance entry that are shown."""
 
 
@@ -53,7 +53,7 @@ def info(options: InfoOptions) -> list[str]:
             if key != "provenance":
                 table.add_row(key, _in_words(key, value))
         for key, value in made.items():
-            text = value if isinstance(value, str) else json.dumps(value)
+            text = _made_in_words(value)
             table.add_row(f"made: {key}", text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + " ...")
         Console(highlight=False).print(table)
     if config is not None:
@@ -138,16 +138,21 @@ def _in_words(name: str, value: Any) -> str:
     if name == "tree":
         if value is None:
             return "none: a chain of the best guesses is used"
-        widths = ", ".join(
-            f"{width} at depth {d}" for d, width in enumerate(value["width_by_depth"], start=1)
-        )
-        nodes = counted(value["num_nodes"], "node")
-        return f"{nodes}, guesses looked at: {widths}" if widths else "1 node, just the root token"
+        nodes, widths = counted(value["num_nodes"], "node"), value["width_by_depth"]
+        best = ", ".join(f"the best {width} at depth {depth}" for depth, width in enumerate(widths, start=1))
+        return f"{nodes}: the root, and guesses among {best}" if best else f"{nodes}, just the root"
     if name == "tuned_trees":
         return _tuned_in_words(value)
     if name == "adapter":
         return _adapter_in_words(value)
     return str(value)
+
+
+def _made_in_words(value: Any) -> str:
+    """An entry of the provenance: `name value` for each part of a mapping, numbers with three digits."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_made_in_words(each)}" for name, each in value.items())
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _tuned_in_words(entries: list[dict[str, Any]]) -> str:

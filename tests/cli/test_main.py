@@ -198,7 +198,9 @@ def test_generate_leads_to_chat_where_the_base_has_a_chat_template_alone(saved, 
 def test_info_says_what_a_heads_directory_holds(saved, capsys):
     table = ran(capsys, ["info", saved[3]]).out
     assert "num_heads" in table
-    assert "nodes, guesses looked at" in table
+    assert "nodes: the root, and guesses among the best 4 at depth 1" in " ".join(
+        table.replace("│", " ").split()
+    )
     assert json.loads(ran(capsys, ["info", "--json", saved[3]]).out)["num_heads"] == 3
 
 
@@ -490,3 +492,12 @@ def test_heads_that_were_carried_elsewhere_ask_for_their_base(tmp_path, capsys):
     heads = save_heads(HeadsCheckpoint(chat_heads(), "runs/base", CandidateTree.chain(1)), tmp_path / "heads")
     printed = ran(capsys, ["generate", "--heads", str(heads), "Hello"], 1)
     assert "were trained on the base 'runs/base', which is not here: give --base" in printed.err
+
+
+def test_info_tells_the_metrics_of_training_in_words(tmp_path, capsys):
+    made = {"command": "medusa train", "metrics": {"held_out/top1_1": 0.48264, "documents": {"training": 9}}}
+    saved_heads = HeadsCheckpoint(chat_heads(), "tiny", CandidateTree.chain(1), provenance=made)
+    heads = save_heads(saved_heads, tmp_path / "heads")
+    printed = " ".join(ran(capsys, ["info", str(heads)]).out.replace("│", " ").split())
+    assert "made: command medusa train" in printed
+    assert "made: metrics held_out/top1_1 0.483, documents training 9" in printed
