@@ -17,7 +17,7 @@ Engine = Literal["auto", "eager", "packed", "int8"]
 StepKind = Literal["general", "static", "compiled", "captured"]
 """How decode steps are run; the table is in :mod:`medusa.decoding.steps`."""
 ANY_SHAPE_STEPS: tuple[StepKind, ...] = ("general", "compiled")
-"""Those whose drafts may have another number of nodes at every step."""
+"""Step kinds whose drafts may have another number of nodes at every step."""
 ForeignName = Literal["vllm-medusa", "vllm-eagle3", "speculators"]
 """Formats that heads are written in for other projects, and checked as; see :mod:`medusa.interop`."""
 Dtype = Literal["float32", "bfloat16", "float16"]
