@@ -6,116 +6,10 @@
 //
 // Vectors are the compiler's own (vector_size), as wide as the processor that this is compiled for has them.
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
-#include <algorithm>
-#include <atomic>
-#include <bit>
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstring>
-#include <limits>
-#include <memory>
-#include <optional>
-#include <tuple>
-#include <utility>
-#include <vector>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-#define WIDEST
-constexpr int LANES = 16, REGISTERS = 32;
-#elif defined(__AVX2__) && defined(__FMA__)
-constexpr int LANES = 8, REGISTERS = 16;
-#elif defined(__aarch64__)
-constexpr int LANES = 4, REGISTERS = 32;
-#else
-constexpr int LANES = 4, REGISTERS = 16;
-#endif
-
-typedef float Vec __attribute__((vector_size(LANES * 4)));
-typedef int32_t Int __attribute__((vector_size(LANES * 4)));
-typedef float LooseVec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-
-static inline Vec load(const float* from) { return *reinterpret_cast<const LooseVec*>(from); }
-static inline void store(float* to, Vec value) { *reinterpret_cast<LooseVec*>(to) = value; }
-static inline Vec all(float value) { return value - Vec{}; }
-static inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
-
-// a * b + c, rounded once where the processor can: a compiler left to choose does so in one loop and not in the next.
-static inline Vec multiply_add(Vec a, Vec b, Vec c) {
-#if defined(WIDEST)
-  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__) && defined(__FMA__)
-  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__aarch64__)
-  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-  return a * b + c;
-#endif
-}
-static inline float multiply_add(float a, float b, float c) {
-#if defined(__FMA__) || defined(__aarch64__)
-  return __builtin_fmaf(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
-
-template <typename T> static T* numbers(const Tensor& of) { return static_cast<T*>(of.data_ptr()); }
-template <typename T> static T* numbers(const std::optional<Tensor>& of) { return of ? static_cast<T*>(of->data_ptr()) : nullptr; }
-
-// A new tensor, and one that lies whole: a layer asks for many, and torch's dispatcher takes longer than its allocator.
-static Tensor made(const std::vector<int64_t>& shape, ScalarType type) {
-  std::vector<int64_t> strides(shape.size(), 1);
-  for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * shape[i];
-  AtenTensorHandle tensor;
-  int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(shape.size(), shape.data(), strides.data(), code, aoti_torch_device_type_cpu(), 0, &tensor));
-  return Tensor(tensor);
-}
-static Tensor whole(const Tensor& given) { return given.is_contiguous() ? given : torch::stable::contiguous(given); }
-
-// Shapes, -1 for any size, and indices are checked where they come in: what is read below is then inside.
-static bool has_shape(const Tensor& given, ScalarType type, const std::vector<int64_t>& shape) {
-  bool fits = given.scalar_type() == type && given.is_contiguous() && given.dim() == static_cast<int64_t>(shape.size());
-  for (size_t i = 0; fits && i < shape.size(); i++) fits = shape[i] < 0 || given.size(i) == shape[i];
-  return fits;
-}
-template <typename T> static bool lies_within(const T* numbers, int64_t count, int64_t least, int64_t end) {
-  return std::all_of(numbers, numbers + count, [&](T each) { return each >= least && each < end; });
-}
-static bool are_indices(const Tensor& given, const std::vector<int64_t>& shape, int64_t least, int64_t end) {
-  return has_shape(given, ScalarType::Long, shape) && lies_within(numbers<int64_t>(given), given.numel(), least, end);
-}
-
-// What a thread computes in between.
-struct Scratch {
-  std::unique_ptr<float[]> memory;
-  int64_t size = 0;
-  float* of(int64_t wanted) {
-    if (wanted > size) memory.reset(new float[size = wanted]);
-    return memory.get();
-  }
-};
+#include "group_quantised.h"
+#include "vectors.h"
 
 // ---------------------------------------------------------------- weights, widened to float32 in the register
-
-struct BFloat16 { uint16_t bits; };
-struct Half { uint16_t bits; };
-
-template <typename Narrow>
-using Several [[gnu::vector_size(LANES * sizeof(Narrow)), gnu::aligned(1), gnu::may_alias]] = Narrow;
 
 // Weight `i` of each lane.
 static inline Vec widened(const float* from, int i) { return load(from); }
@@ -124,27 +18,6 @@ static inline Vec widened(const float* from, int i) { return load(from); }
 static inline Vec widened(const BFloat16* from, int i) {
   Int both = *reinterpret_cast<const Several<int32_t>*>(from);
   return (Vec)(i ? both & ~0xffff : both << 16);
-}
-
-static inline Vec widened(const Half* from, int i) {
-#if defined(WIDEST)
-  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-#elif defined(__AVX2__) && defined(__F16C__)
-  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-#elif defined(__aarch64__)
-  return (Vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits)));
-#else
-  // exact: exponent and fraction are moved to their place, and 2^112 makes up for the other bias
-  Vec wide;
-  for (int lane = 0; lane < LANES; lane++) {
-    uint32_t bits = from[lane].bits, moved = (bits & 0x7fff) << 13;
-    float value;
-    std::memcpy(&value, &moved, 4);
-    value *= 0x1p112f;
-    wide[lane] = bits & 0x8000 ? -value : value;
-  }
-  return wide;
-#endif
 }
 
 // -------------------------------------------------------- int8 weights, multiplied in pairs by numbers of 16 bits
@@ -180,7 +53,6 @@ static inline Int pairs_added(Int sums, Pairs weights, int32_t pair) {
 
 constexpr int64_t RUN = 256;        // numbers of a row that share a step: 32,767 * 128 * 256 < 2^31
 constexpr float STEPS = 32767.f;
-constexpr float ROUNDER = 12582912.f;  // 1.5 * 2^23: a float32 that is added to it is rounded to a whole number
 
 // Numbers as `rounded` whole ones times a step; the step is not finite where one of them is not.
 static float rounded(const float* x, int64_t count, int16_t* rounded) {
@@ -237,28 +109,6 @@ struct Coded {
   }
 };
 
-typedef uint8_t Bytes __attribute__((vector_size(LANES * 4), may_alias));
-static inline Bytes load(const uint8_t* from) {
-  typedef Bytes Loose __attribute__((aligned(1)));
-  return *reinterpret_cast<const Loose*>(from);
-}
-
-// The bytes of codes, which are the lower halves of `codes`; `table` has the 16 of them again and again.
-static inline Bytes looked_up(Bytes table, Bytes codes) {
-#if defined(WIDEST) && defined(__AVX512VBMI__)
-  return (Bytes)_mm512_permutexvar_epi8((__m512i)codes, (__m512i)table);
-#elif defined(WIDEST)
-  return (Bytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)(codes & 15));
-#elif defined(__AVX2__)
-  return (Bytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)(codes & 15));
-#elif defined(__aarch64__)
-  return (Bytes)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)(codes & 15));
-#else
-  Bytes found;
-  for (int i = 0; i < LANES * 4; i++) found[i] = table[codes[i] & 15];
-  return found;
-#endif
-}
 // In each 16 bytes, the first 8 of `a` and of `b` in turn; or the second.
 static inline Bytes zipped(Bytes a, Bytes b, bool second) {
 #if defined(WIDEST)
@@ -872,6 +722,7 @@ static Tensor product(const Tensor& given, const Tensor& panels, std::optional<T
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, "rows must be float32, of the weight's width");
   STD_TORCH_CHECK(panels.is_contiguous(), "panels must be packed for this processor");
   for (const auto& each : {scales, bias}) STD_TORCH_CHECK(!each || has_shape(*each, ScalarType::Float, {width}), "scales and bias must be (N,) float32");
+  if (are_group_quantised(panels)) return group_quantised_product(x, panels, bias, width);
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = width;
   Tensor y = made(shape, ScalarType::Float);
@@ -890,15 +741,6 @@ static Tensor product(const Tensor& given, const Tensor& panels, std::optional<T
 }
 
 // ---------------------------------------------------------------------------------------------- packing weights
-
-static inline float widened(float value) { return value; }
-static inline float widened(BFloat16 value) { return std::bit_cast<float>(uint32_t(value.bits) << 16); }
-static inline float widened(Half value) {
-  uint32_t bits = value.bits & 0x7fff, sign = uint32_t(value.bits & 0x8000) << 16;
-  float wide = std::bit_cast<float>(bits << 13) * 0x1p112f;
-  if (bits >= 0x7c00) wide = std::bit_cast<float>(0x7f800000 | (bits & 0x3ff) << 13);  // infinite, or no number
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(wide) | sign);
-}
 
 // Whether float16 holds this float32 exactly: a normal number with 10 bits of fraction, or a multiple of 2^-24.
 static inline bool is_half(uint32_t bits) {
@@ -1916,6 +1758,11 @@ STABLE_TORCH_LIBRARY(medusa, m) {
   m.def("continuations(Tensor tokens, Tensor lengths, Tensor[] predictions, Tensor[] corpora, Tensor totals, Tensor odds, Tensor usual, Tensor(a!) trust, Tensor? said, int depth, int vocab_size) -> Tensor[]");
   m.def("grow(Tensor logits, Tensor? sharpness, Tensor? noise, Tensor? token_map, Tensor? column_of, Tensor expected, Tensor children, Tensor chances, Tensor paths, Tensor? at, Tensor? worth, Tensor? beam, Tensor? leading, int wanted, int first, int fanout, int width, bool is_expected, float least_worth) -> (Tensor[], bool)");
   m.def("tree_of(Tensor root, Tensor[] levels, Tensor expected, Tensor children, Tensor chances, Tensor at, Tensor worth, Tensor beam, int nodes, int max_depth) -> Tensor[]");
+  m.def("quantised_size(int[] types, int[] num_rows, int num_inputs) -> int");
+  m.def("begin_quantised(Tensor(a!) weights, int[] types, int[] num_rows, int num_inputs, bool in_whole_numbers) -> ()");
+  m.def("pack_quantised(Tensor(a!) weights, int part, Tensor file_rows, Tensor? order) -> ()");
+  m.def("unpack_quantised(Tensor weights) -> Tensor");
+  m.def("quantised_rows(Tensor file_rows, Tensor ids, int type, int width) -> Tensor");
   m.def("lanes() -> int");
   m.def("tiles(bool? wanted) -> bool");
 }
@@ -1932,10 +1779,15 @@ STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
   m.impl("remember", TORCH_BOX(&remember));
   m.impl("continuations", TORCH_BOX(&continuations));
   m.impl("hashed_bits", TORCH_BOX(&hashed_bits));
+  m.impl("begin_quantised", TORCH_BOX(&begin_quantised));
+  m.impl("pack_quantised", TORCH_BOX(&pack_quantised));
+  m.impl("unpack_quantised", TORCH_BOX(&unpack_quantised));
+  m.impl("quantised_rows", TORCH_BOX(&quantised_rows));
 }
 STABLE_TORCH_LIBRARY_IMPL(medusa, CompositeExplicitAutograd, m) {
   m.impl("lanes", TORCH_BOX(&lanes));
   m.impl("twelve_size", TORCH_BOX(&coded_size));
+  m.impl("quantised_size", TORCH_BOX(&quantised_size));
   m.impl("tiles", TORCH_BOX(&tiles));
 }
 
@@ -1960,4 +1812,7 @@ extern "C" AOTITorchError aoti_torch_cpu_packed_product(AtenTensorHandle x, Aten
 }
 extern "C" AOTITorchError aoti_torch_cpu_tree_attention(AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value, AtenTensorHandle seen, double scale, double cap, AtenTensorHandle* sinks, AtenTensorHandle* to) {
   return handed_out(to, [&] { return attend(borrowed(query), borrowed(key), borrowed(value), borrowed(seen), scale, cap, borrowed(sinks)); });
+}
+extern "C" AOTITorchError aoti_torch_cpu_quantised_rows(AtenTensorHandle rows, AtenTensorHandle ids, int64_t type, int64_t width, AtenTensorHandle* to) {
+  return handed_out(to, [&] { return quantised_rows(borrowed(rows), borrowed(ids), type, width); });
 }

@@ -43,6 +43,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -58,8 +59,9 @@ from medusa.base.attention import TREE_ATTENTION
 from medusa.console import log_console
 from medusa.engine.libraries import check_library, compile_library, digest_of, found_compiler, kept_library
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
-FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-ffp-contract=off", "-w")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "group_quantised.cpp"))
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "group_quantised.h"))
+FLAGS = ("-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-w")
 """A multiplication and an addition are fused only where the source says so, so that all bits are
 reproducible."""
 
@@ -118,7 +120,7 @@ def has_tiles(wanted: bool | None = None) -> bool:
 def _compiled(compiler: str) -> Path:
     """The library, compiled first if it does not exist; in a directory of this process only if the user's
     cache cannot be written."""
-    path = kept_library("kernels", digest_of(SOURCE.read_text(), compiler, FLAGS))
+    path = kept_library("kernels", digest_of(source_text(), compiler, FLAGS))
     text = f"compiling kernels for this processor: some seconds, once; kept in {path.parent}"
     try:
         compile_library(path, text, lambda directory: _built(compiler, directory / "kernels.so"))
@@ -135,14 +137,32 @@ _kept: list[Any] = []
 """Objects that must live as long as the process."""
 
 
+def source_text() -> str:
+    """The source of the kernels, all files of it."""
+    return "".join(path.read_text() for path in (*SOURCES, *HEADERS))
+
+
 def _built(compiler: str, path: Path) -> Path:
+    """The library at ``path``; its sources are compiled side by side."""
     root = Path(torch.__file__).parent
     tuned = "-mcpu=native" if os.uname().machine == "aarch64" else "-march=native"
     includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
     linked = [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
-    command = [compiler, tuned, *FLAGS, *includes, str(SOURCE), "-o", str(path), *linked]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    objects = [path.with_name(f"{source.stem}.o") for source in SOURCES]
+    commands = [
+        [compiler, tuned, *FLAGS, *includes, "-c", str(source), "-o", str(made)]
+        for source, made in zip(SOURCES, objects, strict=True)
+    ]
+    with ThreadPoolExecutor(len(commands)) as threads:
+        list(threads.map(_run, commands))
+    _run([compiler, "-shared", *map(str, objects), "-o", str(path), *linked])
+    for made in objects:
+        made.unlink()
     return path
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
 
 
 def _shape_of_product(
@@ -363,7 +383,7 @@ def uses_twelve_bits(wanted: bool | None = None) -> bool:
 
 def _kept_ratios() -> dict[str, float]:
     """:func:`_time_ratios` of this machine, measured once."""
-    digest = digest_of(SOURCE.read_text(), found_compiler(), FLAGS)
+    digest = digest_of(source_text(), found_compiler(), FLAGS)
     path = kept_library("twelve-bits", digest).with_suffix(".json")
     if path.exists():
         return dict(files.read_json(path))

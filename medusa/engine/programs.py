@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from medusa.engine.kernels import SOURCE, PackedMatmul
+from medusa.engine.kernels import PackedMatmul, source_text
 from medusa.engine.libraries import check_library, compile_library, digest_of, kept_library
 from medusa.engine.views import JoinedLinear
 
@@ -75,7 +75,7 @@ class Part:
             shapes,
             types,
             code_of(self.module),
-            SOURCE.read_bytes(),
+            source_text(),
             VERSION,
         )
         return kept_library(self.name, digest_of(*depends_on))
