@@ -67,10 +67,28 @@ def embedding_weight(lm_head: nn.Module) -> Tensor:
 
 def embedding_rows(embedding: nn.Module) -> Tensor:
     """The rows (V, D) of an input embedding or LM head, in the precision that they are held in."""
+    if isinstance(embedding, HasQuantisedRows):
+        return embedding.rows_at(torch.arange(len(embedding_weight(embedding))))
     rows = cast(Tensor, getattr(embedding, "rows", embedding.weight)).detach()
     if rows.is_meta and (hook := _offloading_hook(embedding)) is not None:
         return hook.weights_map["weight"].detach().to(place_of(embedding))
     return rows
+
+
+class HasQuantisedRows:
+    """An input embedding or LM head whose rows are widened one by one: all of them may not fit."""
+
+    def rows_at(self, ids: Tensor) -> Tensor:
+        """The rows of ``ids`` (...) long, (..., D) float32."""
+        raise NotImplementedError
+
+
+def rows_at(embedding: nn.Module, ids: Tensor) -> Tensor:
+    """The rows of an input embedding or LM head for ``ids`` (...) long, (..., D), in the precision that they
+    are held in."""
+    if isinstance(embedding, HasQuantisedRows):
+        return embedding.rows_at(ids)
+    return nn.functional.embedding(ids, embedding_rows(embedding))
 
 
 def place_of(embedding: nn.Module) -> torch.device:

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
@@ -26,6 +27,8 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from medusa.assets import base_named
 from medusa.base.causal_lm import CausalLM
+from medusa.base.gguf_file import GGUFFile, is_gguf
+from medusa.base.gguf_model import gguf_config, gguf_tokenizer, load_widened
 from medusa.hub import explained_hub_errors, looks_like_repository, split_revision
 
 SECONDS_FOR_THE_HUB = 10
@@ -53,6 +56,8 @@ class BaseSource:
     arguments: dict[str, Any]
     """Arguments for ``from_pretrained``."""
     config: PreTrainedConfig
+    gguf: GGUFFile | None = None
+    """The file that holds the model, where it is one in the GGUF format."""
 
     @property
     def hidden_size(self) -> int | None:
@@ -80,6 +85,9 @@ def find_base(source: str | Path | BaseSource, **kwargs: Any) -> BaseSource:
     if isinstance(source, BaseSource):
         return replace(source, arguments={**source.arguments, **kwargs})
     kwargs = {"trust_remote_code": False, **kwargs}  # else transformers asks for it
+    if (path := gguf_path(source, kwargs)) is not None:
+        file = GGUFFile.open(path)
+        return BaseSource(str(file.path), kwargs, gguf_config(file), file)
     name, arguments = resolve_source(source, kwargs)
     config = arguments.get("config")
     if config is None:
@@ -101,9 +109,48 @@ def load_base(source: str | Path | BaseSource, **kwargs: Any) -> CausalLM:
         ValueError: so too, or a file of its weights is damaged.
     """
     source = find_base(source, **kwargs)
+    if source.gguf is not None:
+        return load_widened(source.gguf, source.config, _widened_dtype(source))
     with explained_damage(source.name):
         base: Any = AutoModelForCausalLM.from_pretrained(source.name, **source.arguments)
     return base.eval()
+
+
+def _widened_dtype(source: BaseSource) -> torch.dtype:
+    """The type to widen a GGUF file's weights to; ValueError for arguments that place them elsewhere."""
+    if placing := source.arguments.keys() & {"device_map", "quantization_config", "tp_plan"}:
+        raise ValueError(
+            f"a GGUF file is loaded whole, on one device, got {sorted(placing)[0]}; "
+            "give the model's own repository"
+        )
+    dtype = source.arguments.get("dtype") or torch.float32
+    if dtype == "auto":
+        return torch.bfloat16
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def gguf_path(source: str | Path, kwargs: Mapping[str, Any]) -> Path | None:
+    """The GGUF file that ``source`` names: the file itself, or a directory with one and no model beside it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the directory has several.
+    """
+    named, path = kwargs.get("gguf_file"), Path(base_named(str(source)))
+    if named is not None and path.is_dir():
+        path = path / named
+    if is_gguf(path):
+        if not path.is_file():
+            raise FileNotFoundError(f"no GGUF file at {str(path)!r}")
+        return path
+    if not path.is_dir() or (path / CONFIG_NAME).exists():
+        return None
+    files = sorted(each for each in path.iterdir() if is_gguf(each))
+    models = {GGUFFile.first_part(each) for each in files}
+    if len(models) > 1:
+        names = ", ".join(sorted(each.name for each in models))
+        raise ValueError(f"base must be one GGUF file, got the directory {str(path)!r} with {names}; name one")
+    return next(iter(models), None)
 
 
 @contextmanager
@@ -124,6 +171,11 @@ def load_tokenizer(source: str | Path | BaseSource, **kwargs: Any) -> Any:
     Raises:
         FileNotFoundError: as :func:`find_base`.
     """
+    file = source.gguf if isinstance(source, BaseSource) else None
+    if not isinstance(source, BaseSource) and (path := gguf_path(source, kwargs)) is not None:
+        file = GGUFFile.open(path)
+    if file is not None:
+        return gguf_tokenizer(file)
     if isinstance(source, BaseSource):
         name, arguments = source.name, source_arguments(source.arguments)
     else:

@@ -84,6 +84,7 @@ def kernels_unsupported_reason() -> str | None:
     torch.ops.load_library(str(path))
     torch.library.register_fake("medusa::packed_product", _shape_of_product, allow_override=True)
     torch.library.register_fake("medusa::tree_attention", _shape_of_attention, allow_override=True)
+    torch.library.register_fake("medusa::quantised_rows", _shape_of_rows, allow_override=True)
     return None
 
 
@@ -169,6 +170,10 @@ def _shape_of_product(
     x: Tensor, panels: Tensor, scales: Tensor | None, bias: Tensor | None, width: int
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], width)
+
+
+def _shape_of_rows(file_rows: Tensor, ids: Tensor, type: int, width: int) -> Tensor:
+    return file_rows.new_empty(*ids.shape, width, dtype=torch.float32)
 
 
 def _shape_of_attention(
@@ -267,6 +272,11 @@ class PackedMatmul(nn.Module):
         return str(self.panels.dtype).removeprefix("torch.")
 
     @property
+    def bytes_by_format(self) -> dict[str, int]:
+        """Bytes of the packed weights by :attr:`number_format`."""
+        return {self.number_format: self.panels.nbytes}
+
+    @property
     def num_apart(self) -> int | None:
         """Number of weights that are stored separately from the twelve-bit ones; None for other forms."""
         if self.panels.dtype != torch.uint8:
@@ -336,7 +346,7 @@ def _in_panels(
     """Contiguous matrices in panels of ``dtype``; ``scales`` (out,) of int8 are written."""
     num_outputs, num_inputs = sum(map(len, weights)), weights[0].shape[1]
     shape = (-(-num_outputs // lanes()), -(-num_inputs // per_lane), lanes(), per_lane)
-    panels = _weights.empty(shape, dtype)
+    panels = weight_memory.empty(shape, dtype)
     panels[-1].zero_()
     row = 0
     for weight in weights:
@@ -423,7 +433,7 @@ def _in_twelve_bits(weights: Sequence[Tensor]) -> Tensor | None:
     if any(len(weight) % lanes() for weight in weights[:-1]):
         weights = [torch.cat([weight.bfloat16() for weight in weights])]
     size = torch.ops.medusa.twelve_size(weights[0].shape[1])
-    panels = _weights.empty((-(-sum(map(len, weights)) // lanes()), size), torch.uint8)
+    panels = weight_memory.empty((-(-sum(map(len, weights)) // lanes()), size), torch.uint8)
     row = 0
     for weight in weights:
         given = weight.bfloat16() if weight.dtype == torch.float16 else weight
@@ -468,4 +478,5 @@ def _in_huge_pages(size: int) -> mmap.mmap:
     return part
 
 
-_weights = HugePages()
+weight_memory = HugePages()
+"""Where packed weights lie."""

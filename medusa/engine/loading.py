@@ -21,10 +21,10 @@ import math
 import mmap
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -36,10 +36,18 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.attention import is_code_of_transformers
-from medusa.base.causal_lm import CausalLM, embedding_rows, lm_head
+from medusa.base.causal_lm import CausalLM, HasQuantisedRows, embedding_rows, lm_head
+from medusa.base.gguf_file import GGUFFile
+from medusa.base.gguf_model import NamedWeight, check_filled, empty_model, fill, placed_weights
 from medusa.base.loading import BaseSource, explained_damage, find_base, load_base
+from medusa.engine.group_quantised import (
+    PACKED_TYPES,
+    GroupQuantisedLinear,
+    GroupQuantisedMatmul,
+    QuantisedRows,
+)
 from medusa.engine.kernels import TWELVE_BITS, kernels_unsupported_reason, uses_twelve_bits
-from medusa.engine.views import with_kernels
+from medusa.engine.views import joinable_linears, share_product, with_kernels
 from medusa.hardware import available_memory
 from medusa.options import Engine
 
@@ -64,6 +72,8 @@ def load_for_engine(source: str | Path | BaseSource, engine: Engine, **kwargs: A
         MemoryError: there is too little memory for it; the message says what would fit.
     """
     source = find_base(source, **kwargs)
+    if source.gguf is not None:
+        return load_quantised(source, source.gguf, engine)
     sizes = FileSizes.of(source)
     if sizes is not None:
         sizes.check_memory(source.name, engine)
@@ -121,6 +131,114 @@ def _refuse_to_save(*given: Any, **named: Any) -> None:
         "save_pretrained needs the weights of the base, which was loaded for a CPU engine and holds them "
         "packed; load it with engine='eager' and save that"
     )
+
+
+# ------------------------------------------------------------------ quantised files
+
+
+def load_quantised(source: BaseSource, file: GGUFFile, engine: Engine) -> CausalLM:
+    """The base in a GGUF file, its matrices held as the file has quantised them.
+
+    They are multiplied in whole numbers, except with ``engine="packed"``: in float32. Matrices of other types
+    are widened and packed. With ``engine="eager"``, or where there are no kernels, all is widened.
+
+    Raises:
+        ValueError: the file is not what it says, or trees cannot be verified on its model.
+        MemoryError: there is too little memory for it; the message says what would fit.
+    """
+    if engine == "eager" or kernels_unsupported_reason() is not None:
+        _check_fits(source.name, "eager", 4 * sum(math.prod(each.shape) for each in file.tensors.values()))
+        return load_base(source, dtype=torch.float32)
+    base = empty_model(file, source.config)
+    weights = placed_weights(file, base)
+    quantised = _quantised_modules(file, base, weights)
+    held = {weights[name].source for name in quantised if name in weights}
+    others = (math.prod(each.shape) for name, each in file.tensors.items() if name not in held)
+    _check_fits(source.name, engine, sum(file.tensors[name].num_bytes for name in held) + 4 * sum(others))
+    check_decodable(base)
+    fill(base, file, {name: each for name, each in weights.items() if name not in quantised}, torch.float32)
+    release = _released()
+    for parent in list(base.modules()):
+        _hold_quantised(parent, {id(module): rows for module, rows in quantised.values()}, engine, release)
+    check_filled(base, file)
+    base = with_kernels(base, int8=False, release=release)
+    if next(base.parameters(), None) is None:
+        lm_head(base).weight = nn.Parameter(lm_head(base).weight, requires_grad=False)
+    base.save_pretrained = _refuse_to_save
+    return base
+
+
+def _quantised_modules(
+    file: GGUFFile, base: CausalLM, weights: Mapping[str, NamedWeight]
+) -> dict[str, tuple[nn.Module, QuantisedRows]]:
+    """The linear layers and embeddings of ``base`` that can hold their weight as the file has it, by the name
+    of that weight."""
+    modules = dict(base.named_modules())
+    found = {}
+    for name, weight in weights.items():
+        entry = file.tensors[weight.source]
+        module = modules[name.rpartition(".")[0]]
+        is_matrix = name.endswith(".weight") and len(entry.shape) == 2
+        if not is_matrix or not isinstance(module, (nn.Linear, nn.Embedding)) or entry.type not in PACKED_TYPES:
+            continue
+        if entry.shape != module.weight.shape:
+            raise ValueError(
+                f"{entry.file}: tensor {entry.name!r} must have shape {tuple(module.weight.shape)}, as the "
+                f"file's metadata say, got {entry.shape}"
+            )
+        order = weight.row_order(entry.shape[0])
+        is_same = order is None or torch.equal(order, torch.arange(len(order)))
+        if isinstance(module, nn.Embedding) and not is_same:
+            continue
+        rows = QuantisedRows(file.rows(entry.name), entry.type, entry.shape[1], None if is_same else order)
+        found[name] = (module, rows)
+        if module is base.get_input_embeddings() and lm_head(base).weight is module.weight:
+            found["tied"] = (lm_head(base), rows)
+    return found
+
+
+def _hold_quantised(
+    parent: nn.Module,
+    quantised: Mapping[int, QuantisedRows],
+    engine: Engine,
+    release: Callable[[Tensor], Tensor],
+) -> None:
+    """Replace the modules directly below ``parent`` that are in ``quantised``, by their identity."""
+    in_whole_numbers = engine != "packed"
+    made: dict[nn.Module, nn.Module] = {}
+    for linears in joinable_linears(parent):
+        if all(id(linear) in quantised for linear in linears):
+            biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+            product = GroupQuantisedMatmul(
+                [quantised[id(linear)] for linear in linears],
+                torch.cat(biases) if biases else None,
+                in_whole_numbers,
+            )
+            made.update(zip(linears, share_product(linears, product), strict=True))
+    for name, child in list(parent.named_children()):
+        rows = quantised.get(id(child))
+        if rows is None:
+            continue
+        new = made.get(child)
+        if new is None and isinstance(child, nn.Embedding):
+            setattr(parent, name, QuantisedEmbedding(child, rows))
+            continue
+        if new is None:
+            new = GroupQuantisedLinear(cast(nn.Linear, child), rows, in_whole_numbers)
+        del new.weight
+        new.weight = placeholder(cast(Tensor, child.weight))
+        setattr(parent, name, new)
+        release(rows.rows)
+
+
+def _check_fits(name: str, engine: Engine, num_bytes: int) -> None:
+    """Raise MemoryError where ``num_bytes`` of weights find no place beside what runs here."""
+    free, needed = available_memory(), num_bytes + SPARE_BYTES
+    if free is not None and needed > free:
+        raise MemoryError(
+            f"base {name!r} takes {_gigabytes(needed)} with engine={engine!r}, and {_gigabytes(free)} of "
+            "memory are free; choose a smaller file, or leave engine to be chosen"
+        )
 
 
 # ------------------------------------------------------------------ content of the files
@@ -244,12 +362,18 @@ class NarrowEmbedding(nn.Module):
         super().__init__()
         self._of, self._is_plain = copy.copy(embedding), type(embedding) is nn.Embedding
         self._of._parameters = {}
-        self.register_buffer("rows", embedding.weight.detach(), persistent=False)
         self.weight = placeholder(embedding.weight)
+        self._hold(embedding)
+
+    def _hold(self, embedding: nn.Embedding) -> None:
+        self.register_buffer("rows", embedding.weight.detach(), persistent=False)
+
+    def _looked_up(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.rows).float()
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids (...) long -> (..., D) float32."""
-        rows = F.embedding(ids, self.rows).float()
+        rows = self._looked_up(ids)
         if self._is_plain:
             return rows
         numbered = torch.arange(ids.numel(), device=ids.device).view_as(ids)
@@ -262,6 +386,26 @@ class NarrowEmbedding(nn.Module):
             if name not in _OF_EMBEDDINGS:
                 raise
             return getattr(self._of, name)
+
+
+class QuantisedEmbedding(NarrowEmbedding, HasQuantisedRows):
+    """An embedding whose rows stay in their file as it has quantised them, and are widened on lookup."""
+
+    file_rows: Tensor
+
+    def __init__(self, embedding: nn.Embedding, rows: QuantisedRows):
+        super().__init__(embedding)
+        self._type, self._width = rows.type, rows.num_inputs
+        self.register_buffer("file_rows", rows.rows, persistent=False)
+
+    def _hold(self, embedding: nn.Embedding) -> None:
+        """The file's rows are held, and no weight of the module."""
+
+    def rows_at(self, ids: Tensor) -> Tensor:
+        return torch.ops.medusa.quantised_rows(self.file_rows, ids, self._type, self._width)
+
+    def _looked_up(self, ids: Tensor) -> Tensor:
+        return self.rows_at(ids)
 
 
 _OF_EMBEDDINGS = ("num_embeddings", "embedding_dim", "padding_idx", "embed_scale", "scalar_embed_scale")

@@ -39,6 +39,11 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
     return read
 
 
+def is_sized_by_content(weight: Tensor) -> bool:
+    """Whether a weight is bytes that say themselves what they hold, of any length: one program serves all."""
+    return weight.dim() == 1 and weight.dtype == torch.uint8
+
+
 @dataclass
 class Part:
     """A unit of compilation: a function of tensors, and its inputs in two trials."""
@@ -67,7 +72,10 @@ class Part:
             )
             for each in self.module.modules()
         ]
-        shapes = [(name, tuple(each.shape), each.dtype) for name, each in weights_of(self.module).items()]
+        shapes = [
+            (name, "any" if is_sized_by_content(each) else tuple(each.shape), each.dtype)
+            for name, each in weights_of(self.module).items()
+        ]
         types = [[each.dtype for each in given] for given in self.trials]
         depends_on = (
             self.settings,
@@ -96,7 +104,10 @@ class Part:
         )
         dims: dict[tuple[int, int], Any] = {}
         shapes = []
-        for one, other in zip(first, second, strict=True):
+        for index, (one, other) in enumerate(zip(first, second, strict=True)):
+            if is_sized_by_content(one):
+                shapes.append({0: torch.export.Dim(f"bytes{index}", min=1)})
+                continue
             sizes = zip(one.shape, other.shape, strict=True)
             changing = {at: pair for at, pair in enumerate(sizes) if pair[0] != pair[1]}
             shapes.append(
@@ -155,6 +166,10 @@ def compiled_program(exported: torch.export.ExportedProgram, directory: Path) ->
             torch.ops.medusa.packed_product.default: [
                 "AOTITorchError aoti_torch_cpu_packed_product(AtenTensorHandle, AtenTensorHandle, "
                 "AtenTensorHandle*, AtenTensorHandle*, int64_t, AtenTensorHandle*)"
+            ],
+            torch.ops.medusa.quantised_rows.default: [
+                "AOTITorchError aoti_torch_cpu_quantised_rows(AtenTensorHandle, AtenTensorHandle, int64_t, "
+                "int64_t, AtenTensorHandle*)"
             ],
             torch.ops.medusa.tree_attention.default: [
                 "AOTITorchError aoti_torch_cpu_tree_attention(AtenTensorHandle, AtenTensorHandle, "

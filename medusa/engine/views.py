@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -125,7 +125,7 @@ def packed_as(base: CausalLM) -> Literal["packed", "int8"] | None:
     products = [module for module in base.modules() if isinstance(module, PackedMatmul)]
     if not products:
         return None
-    return "int8" if products[0].is_int8 else "packed"
+    return "int8" if any(product.is_int8 for product in products) else "packed"
 
 
 def float32_unsupported_reason(base: CausalLM) -> str | None:
@@ -149,14 +149,14 @@ def packed_bytes(view: CausalLM) -> dict[str, int]:
     held: Counter[str] = Counter()
     for module in view.modules():
         if isinstance(module, PackedMatmul):
-            held[module.number_format] += module.panels.nbytes
+            held.update(module.bytes_by_format)
     return dict(held)
 
 
 def share_apart(view: CausalLM) -> float:
     """The share of the weights in twelve bits that are kept apart; 0 where none are in twelve bits."""
     products = [
-        each for each in view.modules() if isinstance(each, PackedMatmul) and each.panels.dtype == torch.uint8
+        each for each in view.modules() if isinstance(each, PackedMatmul) and each.num_apart is not None
     ]
     num_weights = sum(each.width * each.num_inputs for each in products)
     return sum(each.num_apart or 0 for each in products) / max(num_weights, 1)
@@ -217,6 +217,11 @@ def joined(linears: list[nn.Linear], int8: bool = False) -> list[nn.Module]:
     product = PackedMatmul(
         [linear.weight.detach() for linear in linears], torch.cat(biases) if biases else None, int8
     )
+    return share_product(linears, product)
+
+
+def share_product(linears: Sequence[nn.Linear], product: PackedMatmul) -> list[nn.Module]:
+    """Replacements of ``linears`` that are computed by ``product``, which has their outputs in order."""
     shared = _JointProduct(product, [linear.out_features for linear in linears])
     return [JoinedLinear(linear, shared, index) for index, linear in enumerate(linears)]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.base.causal_lm import embedding_rows, embedding_weight
+from medusa.base.causal_lm import embedding_weight, rows_at
 from medusa.options import is_count
 
 MAX_SIZE = 2**24
@@ -101,7 +101,7 @@ class GatheredRows:
     def __init__(self, lm_head: nn.Module, token_map: Tensor):
         bias = cast("Tensor | None", getattr(lm_head, "bias", None))
         dtype = embedding_weight(lm_head).dtype
-        self.rows = embedding_rows(lm_head)[token_map].to(dtype)
+        self.rows = rows_at(lm_head, token_map).to(dtype)
         self.bias = None if bias is None else bias.detach()[token_map]
 
     def __call__(self, features: Tensor) -> Tensor:

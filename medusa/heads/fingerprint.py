@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa.base.causal_lm import CausalLM, embedding_rows, lm_head
+from medusa.base.causal_lm import CausalLM, HasQuantisedRows, embedding_rows, embedding_weight, lm_head
 from medusa.options import differences
 
 SAMPLE_ROWS, SAMPLE_COLUMNS = 16, 4
@@ -25,6 +25,8 @@ SAMPLE_ROWS, SAMPLE_COLUMNS = 16, 4
 TOLERANCE = 0.01
 """Relative distance of two samples. bfloat16 rounds by 0.2 %, 8-bit blocks of a GGUF file by 0.5 %; another
 model is 140 % away, and a fine-tuned one as far as its LM head has moved."""
+QUANTISED_TOLERANCE = 0.2
+"""The same where one of the two is a quantised file: four bits move a weight by up to a tenth."""
 CONFIGURATION_KEYS = (
     "model_type",
     "num_hidden_layers",
@@ -43,6 +45,8 @@ class BaseFingerprint:
     """Some weights of the LM head; None where it was quantised, offloaded or sharded."""
     configuration: Mapping[str, Any] = field(default_factory=dict)
     """The values of :data:`CONFIGURATION_KEYS` in its configuration, in plain JSON values."""
+    is_quantised: bool = False
+    """Whether the LM head was that of a quantised file."""
 
     @classmethod
     def of(cls, base: CausalLM) -> BaseFingerprint:
@@ -50,20 +54,18 @@ class BaseFingerprint:
         config = base.config.get_text_config(decoder=True)
         recorded = {key: getattr(config, key, None) for key in CONFIGURATION_KEYS}
         known = {key: value for key, value in recorded.items() if isinstance(value, (int, str))}
-        weight, sample = embedding_rows(lm_head(base)), None
-        # Subclasses are quantised or sharded, and shards may be empty.
-        is_plain = type(weight) in (Tensor, nn.Parameter) and weight.dim() == 2 and weight.numel() > 0
-        if is_plain and not weight.is_meta and weight.dtype in READABLE_TYPES:
-            rows = torch.linspace(0, len(weight) - 1, SAMPLE_ROWS).long()
-            values = weight[rows.to(weight.device), :SAMPLE_COLUMNS].flatten().tolist()
-            sample = tuple(float(f"{value:.6g}") for value in values)
-        return cls(sample, known)
+        head, sample = lm_head(base), None
+        is_quantised = isinstance(head, HasQuantisedRows)
+        if (values := _sampled_rows(head)) is not None:
+            sample = tuple(float(f"{value:.6g}") for value in values[:, :SAMPLE_COLUMNS].flatten().tolist())
+        return cls(sample, known, is_quantised)
 
     def as_json(self) -> dict[str, Any]:
         """The form that :meth:`from_json` reads."""
         return {
             "sample": None if self.sample is None else list(self.sample),
             "configuration": dict(self.configuration),
+            **({"quantised": True} if self.is_quantised else {}),
         }
 
     @classmethod
@@ -83,7 +85,8 @@ class BaseFingerprint:
                 f"{origin} must hold a sample, null or a list of numbers, and a configuration, an object; "
                 f"got {reprlib.repr(raw)}"
             )
-        return cls(None if sample is None else tuple(sample), configuration)
+        is_quantised = recorded.get("quantised", False) is True
+        return cls(None if sample is None else tuple(sample), configuration, is_quantised)
 
     def difference(self, base: CausalLM) -> str | None:
         """How ``base`` is another model, in words; None where nothing speaks for that."""
@@ -95,9 +98,22 @@ class BaseFingerprint:
         if self.sample is None or ours.sample is None or len(self.sample) != len(ours.sample):
             return None
         distance = math.dist(self.sample, ours.sample) / max(math.hypot(*self.sample), 1e-12)
-        if distance <= TOLERANCE:
+        is_rounded = self.is_quantised or ours.is_quantised
+        if distance <= (QUANTISED_TOLERANCE if is_rounded else TOLERANCE):
             return None
         return f"its LM head is {distance:.1%} away from theirs"
+
+
+def _sampled_rows(head: nn.Module) -> Tensor | None:
+    """:data:`SAMPLE_ROWS` rows of an LM head; None where its numbers cannot be read."""
+    if isinstance(head, HasQuantisedRows):
+        return head.rows_at(torch.linspace(0, len(embedding_weight(head)) - 1, SAMPLE_ROWS).long())
+    weight = embedding_rows(head)
+    # Subclasses are quantised or sharded, and shards may be empty.
+    is_plain = type(weight) in (Tensor, nn.Parameter) and weight.dim() == 2 and weight.numel() > 0
+    if not is_plain or weight.is_meta or weight.dtype not in READABLE_TYPES:
+        return None
+    return weight[torch.linspace(0, len(weight) - 1, SAMPLE_ROWS).long().to(weight.device)]
 
 
 def relative_distance(theirs: Tensor, ours: Tensor) -> float:

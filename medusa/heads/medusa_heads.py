@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.base.causal_lm import embedding_rows
+from medusa.base.causal_lm import embedding_rows, rows_at
 from medusa.heads.draft_vocab import MAX_LAYERS, MAX_SIZE, DraftVocab, checked_layers
 from medusa.options import check_counts
 
@@ -209,13 +209,13 @@ class MedusaHeads(DraftVocab):
 
     def _unit_rows(self, tokens: Tensor, lm_head: nn.Module) -> Tensor:
         """Rows of the LM head for ``tokens`` (...), (..., D), at unit size."""
-        weight = embedding_rows(lm_head)
-        if not weight.is_floating_point():
+        rows = rows_at(lm_head, tokens)
+        if not rows.is_floating_point():
             raise ValueError(
-                f"heads that read tokens need the rows of the LM head, which is {weight.dtype}; "
+                f"heads that read tokens need the rows of the LM head, which is {rows.dtype}; "
                 "leave the LM head unquantised"
             )
-        rows = F.embedding(tokens, weight).to(next(self.blocks.parameters()).dtype)
+        rows = rows.to(next(self.blocks.parameters()).dtype)
         return F.rms_norm(rows, rows.shape[-1:])
 
     def _features_of(self, index: int, hidden: Tensor, path_rows: Tensor | None) -> Tensor:

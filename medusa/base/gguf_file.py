@@ -1,0 +1,273 @@
+"""Reads files of the GGUF format: metadata, and where each tensor lies.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. A model may be split into several files,
+``NAME-00001-of-00003.gguf``; any of them names all. Files are mapped into memory, and every size, offset and
+count in them is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SUFFIX = ".gguf"
+_SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+VERSIONS = (2, 3)
+MOST_DIMENSIONS = 4
+MOST_ENTRIES = 2**20
+"""Most metadata entries, and most tensors, of a file: far more than any model has."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies, and in which form."""
+
+    name: str
+    shape: tuple[int, ...]
+    """In the order of torch: the last dimension is contiguous."""
+    type: int
+    """The number of its type; :func:`type_name` names it."""
+    file: Path
+    offset: int
+    """In its file, in bytes."""
+    num_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, which is the last dimension."""
+        return self.num_bytes // max(1, math.prod(self.shape[:-1]))
+
+
+@dataclass
+class GGUFFile:
+    """A model in one GGUF file, or split into several."""
+
+    path: Path
+    """The file, or the first of several."""
+    metadata: Mapping[str, Any]
+    """By key; an array of strings is its length."""
+    tensors: Mapping[str, TensorEntry] = field(repr=False)
+
+    @classmethod
+    def open(cls, path: str | Path) -> GGUFFile:
+        """Read the header of the file at ``path``, and those of the other parts where it is split.
+
+        Raises:
+            FileNotFoundError: a part is missing.
+            ValueError: a file is no GGUF file, or is damaged; the message names the file and the place.
+        """
+        parts = _parts(Path(path))
+        for part in parts:
+            if not part.is_file():
+                raise FileNotFoundError(f"{part.name}, a part of the model {str(path)!r}, is not beside it")
+        metadata: dict[str, Any] = {}
+        tensors: dict[str, TensorEntry] = {}
+        for part in reversed(parts):  # what the first part says, counts
+            found, entries = _Header(part).read()
+            metadata.update(found)
+            for entry in entries:
+                if entry.name in tensors:
+                    raise ValueError(f"{part}: tensor {entry.name!r} is there twice; download the file again")
+                tensors[entry.name] = entry
+        if not isinstance(metadata.get("general.architecture"), str):
+            raise ValueError(f"{path} must name its architecture (general.architecture), and does not")
+        return cls(parts[0], metadata, tensors)
+
+    @staticmethod
+    def first_part(path: Path) -> Path:
+        """The first file of the model that the file at ``path`` belongs to."""
+        return _parts(path)[0]
+
+    @property
+    def architecture(self) -> str:
+        """As llama.cpp names it: "llama", "qwen2", "gemma3", ..."""
+        return str(self.metadata["general.architecture"])
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(entry.num_bytes for entry in self.tensors.values())
+
+    def strings(self, key: str) -> list[str]:
+        """The strings of a metadata array of the first file; none where there is no such array."""
+        return _Header(self.path).strings(key) if isinstance(self.metadata.get(key), int) else []
+
+    def rows(self, name: str) -> Tensor:
+        """The bytes of a tensor's rows, (R, bytes) uint8: a view of the mapped file."""
+        entry = self.tensors[name]
+        view = _mapped(entry.file)[entry.offset : entry.offset + entry.num_bytes]
+        return view.view(-1, entry.row_bytes)
+
+    def floats(self, name: str) -> Tensor:
+        """The numbers of a tensor, float32 in its shape, exactly as the file means them.
+
+        Raises:
+            ValueError: its type cannot be read.
+        """
+        import gguf
+
+        entry = self.tensors[name]
+        try:
+            numbers = gguf.dequantize(self.rows(name).numpy(), gguf.GGMLQuantizationType(entry.type))
+        except NotImplementedError as error:
+            raise ValueError(
+                f"{entry.file}: tensor {name!r} is of type {type_name(entry.type)}, which cannot be read"
+            ) from error
+        return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.float32)).view(entry.shape)
+
+
+def type_name(number: int) -> str:
+    """The name of a tensor type: "Q4_K", "F32", ...; its number where it has none."""
+    import gguf
+
+    try:
+        return gguf.GGMLQuantizationType(number).name
+    except ValueError:
+        return str(number)
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether ``path`` is named as a GGUF file."""
+    return str(path).lower().endswith(SUFFIX)
+
+
+def _parts(path: Path) -> list[Path]:
+    """The files of the model that ``path`` belongs to, in order."""
+    match = _SPLIT.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match["count"])
+    names = (f"{match['stem']}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1))
+    return [path.with_name(name) for name in names]
+
+
+@functools.lru_cache(16)
+def _mapped_as_of(path: Path, modified: int, size: int) -> Tensor:
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+
+
+def _mapped(path: Path) -> Tensor:
+    """The bytes of a file, mapped into memory."""
+    stat = path.stat()
+    return _mapped_as_of(path, stat.st_mtime_ns, stat.st_size)
+
+
+class _Header:
+    """The header of one file, read from its start to its end."""
+
+    def __init__(self, path: Path):
+        self._path, self._size, self._at = path, path.stat().st_size, 0
+        if self._size < 24:
+            raise self._damaged("it is shorter than a header")
+        self._bytes = memoryview(_mapped(path).numpy())
+        self._wanted: str | None = None
+        self._found: list[str] = []
+
+    def strings(self, key: str) -> list[str]:
+        """The strings of metadata array ``key``."""
+        self._wanted = key
+        self.read()
+        return self._found
+
+    def read(self) -> tuple[dict[str, Any], list[TensorEntry]]:
+        if bytes(self._bytes[:4]) != b"GGUF":
+            raise ValueError(f"{self._path} must be a GGUF file, and does not begin as one")
+        self._at = 4
+        version, num_tensors, num_entries = self._numbers("IQQ")
+        if version not in VERSIONS:
+            raise ValueError(f"{self._path} must be of GGUF version 2 or 3, got {version}")
+        if max(num_tensors, num_entries) > MOST_ENTRIES:
+            raise self._damaged(f"it claims {num_tensors} tensors and {num_entries} metadata entries")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_entries):
+            key = self._string()
+            if key in metadata:
+                raise self._damaged(f"metadata key {key!r} is there twice")
+            metadata[key] = self._value(key, *self._numbers("I"))
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 8 <= alignment <= 2**20 or alignment % 8:
+            raise self._damaged(f"general.alignment must be a multiple of 8, got {alignment!r}")
+        raw = [self._tensor() for _ in range(num_tensors)]
+        start = -(-self._at // alignment) * alignment
+        return metadata, [self._entry(*each, start, alignment) for each in raw]
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._string()
+        (num_dimensions,) = self._numbers("I")
+        if not 1 <= num_dimensions <= MOST_DIMENSIONS:
+            raise self._damaged(f"tensor {name!r} has {num_dimensions} dimensions")
+        shape = self._numbers(f"{num_dimensions}Q")
+        return name, tuple(reversed(shape)), *self._numbers("IQ")
+
+    def _entry(
+        self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int, alignment: int
+    ) -> TensorEntry:
+        import gguf
+
+        sizes = {int(known): size for known, size in gguf.GGML_QUANT_SIZES.items()}
+        if kind not in sizes:
+            raise self._damaged(f"tensor {name!r} is of type {kind}, which is none")
+        block, block_bytes = sizes[kind]
+        if 0 in shape or shape[-1] % block:
+            raise self._damaged(f"tensor {name!r} has shape {shape}, no whole blocks of {type_name(kind)}")
+        num_bytes = math.prod(shape) // block * block_bytes
+        if offset % alignment or start + offset + num_bytes > self._size:
+            raise self._damaged(
+                f"tensor {name!r} has {num_bytes} bytes from {start + offset} on, and the file {self._size}"
+            )
+        return TensorEntry(name, shape, kind, self._path, start + offset, num_bytes)
+
+    def _value(self, key: str, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self._numbers(_SCALARS[kind])[0]
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            raise self._damaged(f"metadata {key!r} is of type {kind}, which is none")
+        kind, count = self._numbers("IQ")
+        if kind in _SCALARS:
+            if count > self._size:
+                raise self._damaged(f"metadata {key!r} claims {count} numbers")
+            return list(self._numbers(f"{count}{_SCALARS[kind]}"))
+        if kind != _STRING:
+            raise self._damaged(f"metadata {key!r} is an array of type {kind}, which is none")
+        if key == self._wanted:
+            self._found = [self._string() for _ in range(count)]
+            return count
+        for _ in range(count):
+            self._skip(*self._numbers("Q"))
+        return count
+
+    def _string(self) -> str:
+        (length,) = self._numbers("Q")
+        start = self._at
+        self._skip(length)
+        try:
+            return bytes(self._bytes[start : self._at]).decode()
+        except UnicodeDecodeError as error:
+            raise self._damaged(f"text at byte {start} is no UTF-8") from error
+
+    def _numbers(self, formats: str) -> tuple[Any, ...]:
+        start = self._at
+        self._skip(struct.calcsize(f"<{formats}"))
+        return struct.unpack_from(f"<{formats}", self._bytes, start)
+
+    def _skip(self, count: int) -> None:
+        if count > self._size - self._at:
+            raise self._damaged(f"it ends within its header, at byte {self._size}")
+        self._at += count
+
+    def _damaged(self, how: str) -> ValueError:
+        return ValueError(f"GGUF file {self._path} is damaged or cut: {how}; copy or download it again")

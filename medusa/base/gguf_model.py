@@ -1,0 +1,337 @@
+"""Configuration, tokenizer and names of weights of a model in a GGUF file, in the terms of ``transformers``.
+
+``transformers`` knows what the metadata of each architecture mean; here it is asked without reading the
+vocabulary, or a whole model, each time.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import init_empty_weights
+from tokenizers import pre_tokenizers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.integrations.gguf import (
+    GGUF_ARCHS,
+    GGUF_CONFIG_ARCHS,
+    convert_gguf_tokenizer,
+    get_gguf_config,
+    get_gguf_conversion_mapping,
+    get_gguf_tokenizer,
+)
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+from transformers.modeling_gguf_pytorch_utils import (
+    GGUF_SUPPORTED_ARCHITECTURES,
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+)
+
+from medusa.base.gguf_file import GGUFFile
+from medusa.console import log_console
+
+END_TOKENS = frozenset(
+    {
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<turn|>",
+        "<｜end▁of▁sentence｜>",
+    }
+)
+"""Control tokens that end an answer in every vocabulary that has them: a file names one of them only."""
+PLAIN_SPLITS = frozenset({None, "default", "gpt-2"})
+"""Names of the split of GPT-2."""
+DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell"})
+"""Names of splits that take digits one by one, and the rest as GPT-2."""
+
+
+def gguf_config(file: GGUFFile) -> PreTrainedConfig:
+    """The configuration of the model in ``file``.
+
+    Raises:
+        ValueError: ``transformers`` knows no such architecture; the message lists those that it knows.
+    """
+    if file.architecture in GGUF_CONFIG_ARCHS:
+        found = get_gguf_config(dict(file.metadata), tuple(file.tensors))
+        config = AutoConfig.for_model(**found)
+    else:
+        known = {name.replace("_", "").replace("-", "") for name in GGUF_SUPPORTED_ARCHITECTURES}
+        if file.architecture.replace("_", "").replace("-", "") not in known:
+            raise ValueError(
+                f"{file.path} holds a model of architecture {file.architecture!r}, which transformers reads "
+                f"from no GGUF file; it reads {', '.join(sorted({*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_ARCHS} - _NO_MODELS))}. "
+                "Convert the model's own repository, or choose another file"
+            )
+        with tempfile.TemporaryDirectory(prefix="medusa-gguf-") as directory:
+            _write_metadata(file, Path(directory) / "metadata.gguf")
+            config = AutoConfig.from_pretrained(directory, gguf_file="metadata.gguf")
+    config._name_or_path = config.name_or_path = str(file.path)
+    return config
+
+
+_NO_MODELS = {"general", "tokenizer", "t5", "umt5"}
+
+
+def _write_metadata(file: GGUFFile, path: Path) -> None:
+    """Write a file with the metadata of ``file`` but its vocabulary, and the names of its tensors: what
+    ``transformers`` reads of a whole file's header takes ten seconds."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, file.architecture)
+    size_key = f"{file.architecture}.vocab_size"
+    for key, value in file.metadata.items():
+        if key == "general.architecture" or key.startswith(("tokenizer.ggml.token", "tokenizer.ggml.merges")):
+            continue
+        if key.startswith("tokenizer.") and isinstance(value, list):
+            continue
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_int64(key, value)
+        elif isinstance(value, float):
+            writer.add_float64(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, list) and value:
+            writer.add_array(key, value)
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if size_key not in file.metadata and isinstance(tokens, int):
+        writer.add_int64(size_key, tokens)
+    for name in file.tensors:
+        writer.add_tensor(name, np.zeros(1, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_tokenizer(file: GGUFFile) -> Any:
+    """The tokenizer of the model in ``file``, with its chat template.
+
+    Raises:
+        ValueError: the file has none, or one of an unknown kind.
+    """
+    if not isinstance(file.metadata.get("tokenizer.ggml.tokens"), int):
+        raise ValueError(f"{file.path} has no tokenizer; give one: --tokenizer DIRECTORY")
+    try:
+        architecture, found, settings = get_gguf_tokenizer(str(file.path))
+        backend, more = convert_gguf_tokenizer(architecture, found)
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(
+            f"the tokenizer in {file.path} cannot be read ({type(error).__name__}: {error}); "
+            "give one: --tokenizer DIRECTORY"
+        ) from error
+    split = found.get("pre_tokenizer_type")
+    if found.get("tokenizer_type") == "gpt2" and split not in GGUF_PRE_TOKENIZER_SPLITS:
+        if split in DIGITS_APART:
+            byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+            backend.pre_tokenizer = pre_tokenizers.Sequence(
+                [pre_tokenizers.Digits(individual_digits=True), byte_level]
+            )
+        elif split not in PLAIN_SPLITS:
+            log_console().print(
+                f"{file.path.name} splits text before its tokenizer as {split!r}, which is not known here: it "
+                "is split as GPT-2 splits it, and some tokens may be others; --tokenizer DIRECTORY gives the "
+                "model's own",
+                soft_wrap=True,
+            )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, name_or_path=str(file.path), **settings, **more)
+    tokenizer.clean_up_tokenization_spaces = False
+    return tokenizer
+
+
+def end_tokens(file: GGUFFile) -> list[int]:
+    """The ids of the tokens that end an answer: those that the file names, and :data:`END_TOKENS`."""
+    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+    found = {file.metadata[key] for key in keys if isinstance(file.metadata.get(key), int)}
+    kinds = file.metadata.get("tokenizer.ggml.token_type")
+    if isinstance(kinds, list):
+        texts = file.strings("tokenizer.ggml.tokens")
+        pairs = enumerate(zip(texts, kinds, strict=False))
+        found |= {token for token, (text, kind) in pairs if kind == _CONTROL and text in END_TOKENS}
+    return sorted(found)
+
+
+_CONTROL = 3
+"""The kind of control tokens, as ``tokenizer.ggml.token_type`` numbers them."""
+
+
+# ------------------------------------------------------------------ weights
+
+
+@dataclass(frozen=True)
+class NamedWeight:
+    """A tensor of a file as a parameter of a model of ``transformers``."""
+
+    source: str
+    """Its name in the file."""
+    convert: Callable[[np.ndarray], np.ndarray]
+    """Its numbers as the file has them -> as the model has them."""
+
+    def row_order(self, num_rows: int) -> Tensor | None:
+        """The rows of the file, in the model's order, (num_rows,) long.
+
+        Raises:
+            ValueError: the model's rows are not those of the file.
+        """
+        numbered = np.repeat(np.arange(num_rows, dtype=np.float64)[:, None], 3, axis=1)
+        numbered += np.array([0, 0.25, 0.5])  # columns that are moved are seen too
+        try:
+            converted = self.convert(numbered)
+        except ValueError as error:  # it looks at the number of columns
+            raise ValueError("more than rows are moved") from error
+        is_same = converted.shape == numbered.shape and np.array_equal(
+            converted - converted[:, :1], numbered - numbered[:, :1]
+        )
+        order = converted[:, 0].astype(np.int64) if is_same else None
+        if order is None or not np.array_equal(np.sort(converted[:, 0]), np.arange(num_rows)):
+            raise ValueError("more than rows are moved")
+        return torch.from_numpy(order)
+
+
+def named_weights(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
+    """The tensors of ``file`` by the names of ``model``'s parameters."""
+    if file.architecture in GGUF_ARCHS:
+        return _by_conversions(file, model)
+    processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=model.config.to_dict())
+    found = {}
+    for target, source in _source_names(file, model, processor).items():
+
+        def convert(numbers: np.ndarray, source: str = source) -> np.ndarray:
+            return processor.process(weights=numbers, name=source).weights
+
+        found[target] = NamedWeight(source, convert)
+    return found
+
+
+def _source_names(file: GGUFFile, model: Any, processor: TensorProcessor) -> dict[str, str]:
+    """The file's name of each parameter of ``model`` that it has."""
+    import gguf
+
+    architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    config = model.config.get_text_config(decoder=True)
+    names = gguf.get_tensor_name_map(architectures[file.architecture], config.num_hidden_layers)
+    found = {}
+    for target, _ in model.named_parameters(remove_duplicate=False):
+        stem, suffix = target, ""
+        if target.endswith((".weight", ".bias")):
+            stem, _, kind = target.rpartition(".")
+            suffix = f".{kind}"
+        parts = processor.preprocess_name(stem).split(".")
+        # the map lists the names of many classes, some without the names of the outer modules
+        first_number = next((at for at, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+        known = (names.get_name(".".join(parts[start:])) for start in range(first_number + 1))
+        source = next((name + suffix for name in known if name is not None), None)
+        if source in file.tensors:
+            found[target] = source
+    return found
+
+
+def _by_conversions(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
+    mapping = get_gguf_conversion_mapping(file.architecture, model.config)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    found = {}
+    for source in file.tensors:
+        target, pattern = rename_source_key(source, renamings, converters)
+        operations = [] if pattern is None else by_pattern[pattern].operations
+
+        def convert(numbers: np.ndarray, operations: Any = operations, target: str = target) -> np.ndarray:
+            tensor = torch.from_numpy(np.ascontiguousarray(numbers))
+            for operation in operations:
+                given = {target: tensor}
+                tensor = operation.convert(given, source_patterns=[target], target_patterns=[target])[target]
+            return tensor.numpy()
+
+        found[target] = NamedWeight(source, convert)
+    return found
+
+
+# ------------------------------------------------------------------ the model
+
+
+def empty_model(file: GGUFFile, config: PreTrainedConfig) -> Any:
+    """The model of ``file`` in float32, its buffers computed and its parameters without memory."""
+    with init_empty_weights(include_buffers=False):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config.eos_token_id = end_tokens(file) or model.generation_config.eos_token_id
+    if ROPE_FACTORS in file.tensors:
+        factors = file.floats(ROPE_FACTORS)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name.endswith("inv_freq") and buffer.shape == factors.shape:
+                    setattr(module, name, buffer / factors)
+    return model.eval()
+
+
+def placed_weights(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
+    """:func:`named_weights`, of which each tensor of the file has a place in ``model``.
+
+    Raises:
+        ValueError: one has none: the model would be another.
+    """
+    found = named_weights(file, model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found = {name: weight for name, weight in found.items() if name in parameters}
+    placed = {weight.source for weight in found.values()}
+    left = [name for name in file.tensors if name not in placed and name != ROPE_FACTORS]
+    if left:
+        raise ValueError(
+            f"{file.path}: tensor {left[0]!r} ({len(left)} in all) has no place in {type(model).__name__} of "
+            "transformers, so the model would answer otherwise; take the model's own repository"
+        )
+    return found
+
+
+def fill(model: Any, file: GGUFFile, weights: Mapping[str, NamedWeight], dtype: torch.dtype) -> None:
+    """Set the parameters of ``model`` that are in ``weights``, widened.
+
+    Raises:
+        ValueError: one is of another shape.
+    """
+    for name, parameter in list(model.named_parameters()):
+        if name not in weights:
+            continue
+        weight = weights[name]
+        numbers = weight.convert(file.floats(weight.source).numpy())
+        values = torch.from_numpy(np.ascontiguousarray(numbers)).to(dtype)
+        if values.shape != parameter.shape:
+            raise ValueError(
+                f"{file.path}: tensor {weight.source!r} must have shape {tuple(parameter.shape)}, as the "
+                f"file's metadata say, got {tuple(values.shape)}"
+            )
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, torch.nn.Parameter(values, requires_grad=False))
+
+
+def check_filled(model: Any, file: GGUFFile) -> None:
+    """Raise ValueError where a parameter of ``model`` has no numbers yet."""
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if missing:
+        raise ValueError(f"{file.path} must have a tensor for {missing[0]!r} ({len(missing)} in all), and has none")
+
+
+def load_widened(file: GGUFFile, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """The model of ``file`` with all weights widened, as modules of ``transformers`` compute with them."""
+    model = empty_model(file, config)
+    fill(model, file, placed_weights(file, model), dtype)
+    model.tie_weights()
+    check_filled(model, file)
+    return model.to(dtype) if dtype != torch.float32 else model
+
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""What each rotary frequency is divided by (Llama 3.1 and later)."""

@@ -1,0 +1,113 @@
+"""Linear layers and embeddings whose weights stay as a file has quantised them.
+
+A quantised file has whole numbers of 4 to 8 bits in groups, each with a scale (GGUF's Q4_K, Q6_K, Q5_0, ...).
+``group_quantised.cpp`` holds them in their own bits without changing a number, in the order in which it reads
+them, and multiplies in one of two ways:
+
+- in whole numbers: rows are rounded to 8 bits as well, as other programs do for such files;
+- in float32: each number is widened exactly, and rows are as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from medusa.base.causal_lm import HasQuantisedRows
+from medusa.base.gguf_file import type_name
+from medusa.engine.kernels import PackedMatmul, lanes, weight_memory
+
+PACKED_TYPES = frozenset({2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 39})
+"""Types of GGUF that are held in their own bits, as GGUF numbers them: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to
+Q6_K, IQ4_NL, IQ4_XS and MXFP4."""
+
+
+@dataclass(frozen=True)
+class QuantisedRows:
+    """A matrix as a file has it."""
+
+    rows: Tensor
+    """(out, bytes) uint8."""
+    type: int
+    """Its type, of :data:`PACKED_TYPES`."""
+    num_inputs: int
+    order: Tensor | None = None
+    """(out,) long: the row of the file that is each output; None where it is the same."""
+
+
+class GroupQuantisedMatmul(PackedMatmul):
+    """Rows times quantised matrices, float32 outside: (..., in) -> (..., out).
+
+    Args:
+        weights: matrices of one width, concatenated along the outputs; copied now.
+        bias: (out,), or None.
+        in_whole_numbers: whether rows are rounded to 8 bits; they are multiplied as they are otherwise.
+    """
+
+    def __init__(self, weights: Sequence[QuantisedRows], bias: Tensor | None, in_whole_numbers: bool):
+        nn.Module.__init__(self)
+        lanes()  # loads the kernels
+        num_rows, types = [len(each.rows) for each in weights], [each.type for each in weights]
+        self.width, self.num_inputs = sum(num_rows), weights[0].num_inputs
+        self._is_int8 = in_whole_numbers
+        self._types = dict(Counter({type_name(kind): 0 for kind in types}))
+        for each in weights:
+            self._types[type_name(each.type)] += each.rows.nbytes
+        if isinstance(bias, nn.Parameter):
+            self.bias = bias
+        else:
+            self.register_buffer("bias", bias, persistent=False)
+        size = torch.ops.medusa.quantised_size(types, num_rows, self.num_inputs)
+        panels = weight_memory.empty((size,), torch.uint8)
+        torch.ops.medusa.begin_quantised(panels, types, num_rows, self.num_inputs, in_whole_numbers)
+        for index, each in enumerate(weights):
+            torch.ops.medusa.pack_quantised(panels, index, each.rows, each.order)
+        self.register_buffer("panels", panels, persistent=False)
+        self.register_buffer("scales", None, persistent=False)
+
+    @property
+    def is_int8(self) -> bool:
+        return self._is_int8
+
+    @property
+    def number_format(self) -> str:
+        """The types of the file: "Q4_K", or "Q4_K and Q6_K"."""
+        return " and ".join(sorted(self._types))
+
+    @property
+    def bytes_by_format(self) -> dict[str, int]:
+        return dict(self._types)
+
+    @property
+    def num_apart(self) -> int | None:
+        return None
+
+    def rounded(self) -> Self:
+        """This layer: its weights are whole numbers already."""
+        return self
+
+    def unpacked(self) -> Tensor:
+        """The matrix (out, in) float32, each number as the file means it."""
+        return torch.ops.medusa.unpack_quantised(self.panels)
+
+
+class GroupQuantisedLinear(GroupQuantisedMatmul, HasQuantisedRows):
+    """A linear layer over one quantised matrix."""
+
+    file_rows: Tensor
+
+    def __init__(self, linear: nn.Linear, weight: QuantisedRows, in_whole_numbers: bool):
+        super().__init__([weight], linear.bias, in_whole_numbers)
+        self.weight = linear.weight
+        self._type, self._order = weight.type, weight.order
+        self.register_buffer("file_rows", weight.rows, persistent=False)
+
+    def rows_at(self, ids: Tensor) -> Tensor:
+        order = self._order
+        rows = ids if order is None else order[ids]
+        return torch.ops.medusa.quantised_rows(self.file_rows, rows, self._type, self.num_inputs)
