@@ -16,6 +16,7 @@
 // vectors of single bits (a bit a quad) or of pairs of bits (two a quad).
 
 #include "group_quantised.h"
+#include "tiles.h"
 
 #include <array>
 
@@ -425,6 +426,7 @@ struct Rows {
   float* steps;     // (rows, padded K / STEP)
   int32_t* aside;   // (rows, padded K / GROUP); of whole minima, half as many
   int64_t width, num_steps, num_aside;
+  int64_t stride;  // bytes from row to row: an odd number of lines, or rows would share few places of the first cache
 };
 
 // Numbers as whole ones up to 127 times a step, which this gives; not finite where one of them is not.
@@ -448,7 +450,7 @@ float rounded(const float* x, int8_t* to) {
 
 template <typename F>
 void round_row(const float* x, int64_t K, int32_t zero, const Rows& to, int64_t row) {
-  int8_t* numbers = to.numbers + row * to.width;
+  int8_t* numbers = to.numbers + row * to.stride;
   float* steps = to.steps + row * to.num_steps;
   int32_t* aside = to.aside + row * to.num_aside;
   for (int64_t step = 0; step < to.num_steps; step++) {
@@ -478,7 +480,7 @@ template <typename F, int M, int J>
   Vec sums[M][J] = {};
   Bytes table = table_of(F::IS_TABLE ? type.table : nullptr);
   bool are_bfloat16 = type.has_bfloat16_scales;
-  const int8_t* x = rows.numbers + row * rows.width;
+  const int8_t* x = rows.numbers + row * rows.stride;
   const float* steps = rows.steps + row * rows.num_steps;
   const int32_t* aside = rows.aside + row * rows.num_aside;
   for (int64_t k = 0; k < rows.width; k += F::BLOCK, panels += F::BLOCK_BYTES) {
@@ -514,8 +516,8 @@ template <typename F, int M, int J>
 #pragma GCC unroll 8
           for (int m = 0; m < M; m++) {
             int32_t one, other;
-            std::memcpy(&one, x + m * rows.width + k + s * SECTION + 8 * at, 4);
-            std::memcpy(&other, x + m * rows.width + k + s * SECTION + 8 * at + 4, 4);
+            std::memcpy(&one, x + m * rows.stride + k + s * SECTION + 8 * at, 4);
+            std::memcpy(&other, x + m * rows.stride + k + s * SECTION + 8 * at + 4, 4);
 #pragma GCC unroll 2
             for (int j = 0; j < J; j++) whole[m][j] = quad_added(quad_added(whole[m][j], first[j], one), second[j], other);
           }
@@ -643,6 +645,144 @@ void pair_by_blocks(const Task& task, const Part& part, const uint8_t* panels, i
     }
 }
 
+// ------------------------------------------------------------------------------------ the same in tile registers
+
+#if defined(HAS_TILES)
+// Rows from which on a pass is computed in tiles; a few blocks of rows are faster in vectors.
+constexpr int64_t LEAST_ROWS_IN_TILES = 17;
+// Columns whose sums are kept until a row is finished with them.
+constexpr int64_t CHUNK = 256;
+
+// Registers: sums of two groups by two panels, rows of two groups, weights of two panels.
+template <typename F>
+TileRegisters registers_for(int64_t rows) {
+  TileShape sums{rows, TILE_WIDTH}, numbers{rows, F::GROUP}, weights{F::GROUP / 4, TILE_WIDTH};
+  return TileRegisters({sums, sums, sums, sums, numbers, numbers, weights, weights});
+}
+
+// What a thread needs of a chunk of two panels.
+template <typename F>
+struct TileChunk {
+  static constexpr int64_t GROUPS = CHUNK / F::GROUP, BLOCKS = CHUNK / F::BLOCK;
+  alignas(LINE) int8_t codes[2][CHUNK * LANES];  // less the code for zero, in quads
+  alignas(LINE) float scales[2][GROUPS][LANES];
+  alignas(LINE) float minima[2][GROUPS][LANES];        // of groups, or of blocks
+  alignas(LINE) float block_scales[2][BLOCKS][LANES];  // where scales are whole numbers
+  alignas(LINE) int32_t sums[2][GROUPS][TILE_ROWS][LANES];
+
+  void widen(const FileType& type, const uint8_t* panels, int64_t size, int64_t blocks) {
+    Bytes table = table_of(F::IS_TABLE ? type.table : nullptr), zero = Bytes{} + static_cast<uint8_t>(type.zero);
+    for (int j = 0; j < 2; j++)
+      for (int64_t b = 0; b < blocks; b++) {
+        const uint8_t* block = panels + j * size + b * F::BLOCK_BYTES;
+        for (int64_t line = 0; line < F::BLOCK_BYTES; line += LINE) __builtin_prefetch(block + line + AHEAD, 0, 2);
+        for (int64_t s = 0; s < F::SECTIONS; s++)
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; i++) {
+            Bytes quads[2];
+            Section<F::BITS>{block + F::CODES + s * F::SECTION_BYTES}.quads(i, quads[0], quads[1]);
+            for (int quad = 0; quad < 2; quad++) {
+              Bytes numbers = (F::IS_TABLE ? looked_up(table, quads[quad]) : quads[quad]) - zero;
+              std::memcpy(codes[j] + ((b * F::SECTIONS + s) * 8 + 2 * i + quad) * VECTOR, &numbers, VECTOR);
+            }
+          }
+        for (int64_t g = 0; g < F::GROUPS; g++) {
+          Vec scale = F::HAS_WHOLE_SCALES ? whole_scales_at(block + F::WHOLE_SCALES + g * LANES) : scales_at(block + g * LANES * 2, type.has_bfloat16_scales);
+          store(scales[j][b * F::GROUPS + g], scale);
+          if constexpr (F::HAS_MINIMA && !F::HAS_WHOLE_SCALES) store(minima[j][b * F::GROUPS + g], scales_at(block + F::MINIMA + g * LANES * 2, false));
+        }
+        if constexpr (F::HAS_WHOLE_SCALES) store(block_scales[j][b], scales_at(block, type.has_bfloat16_scales));
+        if constexpr (F::HAS_WHOLE_SCALES && F::HAS_MINIMA) store(minima[j][b], scales_at(block + F::MINIMA, false));
+      }
+  }
+
+  // Products of a block of rows, from `x` on, with each group.
+  void multiply(const int8_t* x, int64_t stride, int64_t groups) {
+    for (int64_t group = 0; group < groups; group += 2) {
+      auto one = [&]<int ODD>() __attribute__((always_inline)) {
+        constexpr int SUMS = 2 * ODD, ROWS = 4 + ODD;
+        int64_t g = group + ODD;
+        clear_tile<SUMS>(), clear_tile<SUMS + 1>();
+        load_tile<ROWS>(x + g * F::GROUP, stride);
+        load_tile<6>(codes[0] + g * F::GROUP * LANES), load_tile<7>(codes[1] + g * F::GROUP * LANES);
+        multiply_tiles<int8_t, 0, SUMS, ROWS, 6>(), multiply_tiles<int8_t, 0, SUMS + 1, ROWS, 7>();
+        store_tile<SUMS>(sums[0][g], TILE_WIDTH), store_tile<SUMS + 1>(sums[1][g], TILE_WIDTH);
+      };
+      one.template operator()<0>(), one.template operator()<1>();
+    }
+  }
+
+  // Adds the sums of ROWS_ADDED rows of this chunk to `results` (rows, 2, LANES), in the order of `whole_block`; rows from
+  // `count` on are left out.
+  static constexpr int ROWS_ADDED = 4;  // additions of a row wait for each other
+  void add(const Rows& rows, int64_t row, int64_t m, int64_t count, int64_t k, int64_t blocks, const uint8_t* panels, int64_t size, float* results) const {
+    const float* steps = rows.steps + row * rows.num_steps + k / F::STEP;
+    const int32_t* aside = rows.aside + row * rows.num_aside + k / F::GROUP / (F::HAS_WHOLE_SCALES && F::HAS_MINIMA ? 2 : 1);
+    for (int j = 0; j < 2; j++) {
+      Vec totals[ROWS_ADDED];
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS_ADDED; r++) totals[r] = load(results + (2 * r + j) * LANES);
+      for (int64_t b = 0; b < blocks; b++) {
+        Vec parts[ROWS_ADDED] = {};
+#pragma GCC unroll 16
+        for (int64_t g = 0; g < F::GROUPS; g++) {
+          int64_t group = b * F::GROUPS + g;
+          Vec scale = load(scales[j][group]);
+#pragma GCC unroll 4
+          for (int r = 0; r < ROWS_ADDED; r++) {
+            Vec sum = __builtin_convertvector(*reinterpret_cast<const Int*>(sums[j][group][m + r]), Vec);
+            if constexpr (F::HAS_WHOLE_SCALES) parts[r] = multiply_add(sum, scale, parts[r]);
+            else totals[r] = multiply_add(sum * scale, all(steps[r * rows.num_steps + group]), totals[r]);
+          }
+          if constexpr (!F::HAS_WHOLE_SCALES && F::HAS_MINIMA)
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS_ADDED; r++) totals[r] = multiply_add(load(minima[j][group]), all(std::bit_cast<float>(aside[r * rows.num_aside + group])), totals[r]);
+        }
+        if constexpr (F::HAS_WHOLE_SCALES) {
+          Int least[ROWS_ADDED] = {};
+          const uint8_t* whole_minima = panels + j * size + b * F::BLOCK_BYTES + F::WHOLE_MINIMA;
+          if constexpr (F::HAS_MINIMA)
+#pragma GCC unroll 8
+            for (int pair = 0; pair < F::GROUPS / 2; pair++)
+#pragma GCC unroll 4
+              for (int r = 0; r < ROWS_ADDED; r++) least[r] = minima_added(least[r], whole_minima + pair * 2 * LANES, aside[r * rows.num_aside + b * F::GROUPS / 2 + pair]);
+#pragma GCC unroll 4
+          for (int r = 0; r < ROWS_ADDED; r++) {
+            Vec step = all(steps[r * rows.num_steps + b]);
+            totals[r] = multiply_add(parts[r] * load(block_scales[j][b]), step, totals[r]);
+            if constexpr (F::HAS_MINIMA) totals[r] = multiply_add(__builtin_convertvector(least[r], Vec) * load(minima[j][b]), -step, totals[r]);
+          }
+        }
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS_ADDED; r++)
+        if (m + r < count) store(results + (2 * r + j) * LANES, totals[r]);
+    }
+  }
+};
+
+// One pair of panels by all rows, `rows_of_block` at a time.
+template <typename F>
+void pair_in_tiles(const Task& task, const Part& part, int64_t rows_of_block, const uint8_t* panels, int64_t column, int64_t width) {
+  thread_local TileChunk<F> chunk;
+  thread_local Scratch scratch;
+  const Rows& rows = task.rows[part.of().form];
+  int64_t size = part.panel_size();
+  float* results = scratch.of((task.M + TILE_ROWS) * 2 * LANES);
+  std::memset(results, 0, (task.M + TILE_ROWS) * 2 * LANES * sizeof(float));
+  for (int64_t k = 0; k < rows.width; k += CHUNK) {
+    int64_t blocks = std::min(CHUNK, rows.width - k) / F::BLOCK;
+    const uint8_t* from = panels + k / F::BLOCK * F::BLOCK_BYTES;
+    chunk.widen(part.of(), from, size, blocks);
+    for (int64_t first = 0; first < task.M; first += rows_of_block) {
+      chunk.multiply(rows.numbers + first * rows.stride + k, rows.stride, blocks * F::GROUPS);
+      for (int64_t m = 0; m < rows_of_block; m += chunk.ROWS_ADDED) chunk.add(rows, first + m, m, rows_of_block, k, blocks, from, size, results + (first + m) * 2 * LANES);
+    }
+  }
+  finish(task, results, task.M, 0, column, width, 2 * LANES);
+}
+#endif
+
 template <typename F>
 void multiply_pair(const Task& task, const Part& part, int64_t pair, int64_t column) {
   const uint8_t* panels = task.weights.panels(part) + 2 * pair * part.panel_size();
@@ -675,13 +815,15 @@ void round_rows(Task& task) {
     with_form(type.form, [&]<typename F>() {
       int64_t width = part.blocks() * F::BLOCK, steps = width / F::STEP, groups = width / F::GROUP;
       int64_t aside = F::HAS_WHOLE_SCALES && F::HAS_MINIMA ? groups / 2 : groups;
-      int64_t num_rows = task.M + MOST_ROWS;  // the last block may reach beyond
-      float* memory = scratches[type.form].of(num_rows * (steps + aside + width / 4) + LINE / 4);
+      int64_t num_rows = task.M + 2 * MOST_ROWS;  // the last block may reach beyond
+      int64_t stride = (width + LINE - 1) / LINE * LINE;
+      if (stride / LINE % 2 == 0) stride += LINE;
+      float* memory = scratches[type.form].of(num_rows * (steps + aside + stride / 4) + LINE / 4);
       Rows& rows = task.rows[type.form];
       int8_t* numbers = reinterpret_cast<int8_t*>(memory) + (-reinterpret_cast<uintptr_t>(memory) & (LINE - 1));
-      rows = {numbers, reinterpret_cast<float*>(numbers + num_rows * width), nullptr, width, steps, aside};
+      rows = {numbers, reinterpret_cast<float*>(numbers + num_rows * stride), nullptr, width, steps, aside, stride};
       rows.aside = reinterpret_cast<int32_t*>(rows.steps + num_rows * steps);
-      std::memset(numbers + task.M * width, 0, (num_rows - task.M) * width);
+      std::memset(numbers + task.M * stride, 0, (num_rows - task.M) * stride);
       std::memset(rows.steps + task.M * steps, 0, (num_rows - task.M) * steps * sizeof(float));
       std::memset(rows.aside + task.M * aside, 0, (num_rows - task.M) * aside * sizeof(int32_t));
       auto round = [&](int64_t begin, int64_t end) {
@@ -706,6 +848,18 @@ void multiply(Task& task) {
       auto pair_from = [&](int64_t bytes) { return std::clamp<int64_t>((bytes - before + size - 1) / size, 0, pairs); };
       int64_t from = pair_from(first), to = pair_from(last);
       with_form(part.of().form, [&]<typename F>() {
+#if defined(HAS_TILES)
+        if (task.weights.head->in_whole_numbers && has_tiles && task.M >= LEAST_ROWS_IN_TILES) {
+          int64_t blocks = (task.M + TILE_ROWS - 1) / TILE_ROWS, rows = (task.M + blocks - 1) / blocks;
+          TileRegisters registers = registers_for<F>(rows);
+          for (int64_t pair = from; pair < to; pair++) {
+            const uint8_t* panels = task.weights.panels(part) + 2 * pair * size;
+            int64_t first = 2 * LANES * pair, width = std::min<int64_t>(2 * LANES, part.num_outputs - first);
+            pair_in_tiles<F>(task, part, rows, panels, column + first, width);
+          }
+          return;
+        }
+#endif
         for (int64_t pair = from; pair < to; pair++) multiply_pair<F>(task, part, pair, column);
       });
       before += pairs * size, column += part.num_outputs;

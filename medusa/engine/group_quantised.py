@@ -96,14 +96,21 @@ class GroupQuantisedMatmul(PackedMatmul):
         return torch.ops.medusa.unpack_quantised(self.panels)
 
 
-class GroupQuantisedLinear(GroupQuantisedMatmul, HasQuantisedRows):
+class GroupQuantisedLinear(GroupQuantisedMatmul):
     """A linear layer over one quantised matrix."""
-
-    file_rows: Tensor
 
     def __init__(self, linear: nn.Linear, weight: QuantisedRows, in_whole_numbers: bool):
         super().__init__([weight], linear.bias, in_whole_numbers)
         self.weight = linear.weight
+
+
+class GroupQuantisedLMHead(GroupQuantisedLinear, HasQuantisedRows):
+    """An LM head over a quantised matrix, whose rows can be looked up: heads read those of their tokens."""
+
+    file_rows: Tensor
+
+    def __init__(self, linear: nn.Linear, weight: QuantisedRows, in_whole_numbers: bool):
+        super().__init__(linear, weight, in_whole_numbers)
         self._type, self._order = weight.type, weight.order
         self.register_buffer("file_rows", weight.rows, persistent=False)
 

@@ -7,6 +7,7 @@
 // Vectors are the compiler's own (vector_size), as wide as the processor that this is compiled for has them.
 
 #include "group_quantised.h"
+#include "tiles.h"
 #include "vectors.h"
 
 // ---------------------------------------------------------------- weights, widened to float32 in the register
@@ -394,50 +395,6 @@ static void multiplied_by(int64_t rows, const Product& of, int64_t panels) {
 // Such a register holds 16 rows of 64 bytes, and two are multiplied in 16 cycles: a pass of 16 rows takes little longer
 // than one of a single row, which waits for memory. Tiles hold bfloat16 or int8. So rows are multiplied in parts whose
 // sum they are, exactly: a float32 is that of three bfloat16, and a whole number of 16 bits that of two of 8.
-#if defined(__AMXBF16__) && defined(__AMXINT8__)  // as clang called them up to version 14
-#define __AMX_BF16__
-#define __AMX_INT8__
-#endif
-constexpr int64_t TILE_ROWS = 16, TILE_WIDTH = 64, TILE_BYTES = TILE_ROWS * TILE_WIDTH;
-#if defined(TILES_HEADER)  // registers that are only arrays: tests run this without them
-#include TILES_HEADER
-#define HAS_TILES
-#elif defined(WIDEST) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
-#define HAS_TILES
-#include <sys/syscall.h>
-#include <unistd.h>
-
-static bool are_tiles_allowed() {
-  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;  // Documentation/arch/x86/xstate.rst of Linux
-  static const bool allowed = !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
-  return allowed;
-}
-
-// The shapes of this thread's registers while it multiplies: from `weights` on they hold 16 rows, below as many as a block.
-struct TileRegisters {
-  struct alignas(64) Shapes { uint8_t palette = 1, start = 0, unused[14] = {}; uint16_t widths[16] = {}; uint8_t rows[16] = {}; } before;
-
-  TileRegisters(int64_t rows, int weights) {
-    _tile_storeconfig(&before);
-    Shapes shapes;
-    for (int i = 0; i < 8; i++) shapes.widths[i] = TILE_WIDTH, shapes.rows[i] = i < weights ? rows : TILE_ROWS;
-    _tile_loadconfig(&shapes);
-  }
-  ~TileRegisters() { _tile_loadconfig(&before); }
-};
-
-template <int T> static inline void clear_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
-template <int T> static inline void load_tile(const void* from) { asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(TILE_WIDTH), "i"(T) : "memory"); }
-template <int T> static inline void store_tile(void* to, int64_t apart) { asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(apart), "i"(T) : "memory"); }
-
-// sums += part `PART` of rows * weights
-template <typename W, int PART, int SUMS, int ROWS, int WEIGHTS> static inline void multiply_tiles() {
-  if constexpr (std::is_same_v<W, BFloat16>) asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(ROWS), "i"(WEIGHTS));
-  else if constexpr (PART == 0) asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(ROWS), "i"(WEIGHTS));
-  else asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(ROWS), "i"(WEIGHTS));
-}
-#endif
-
 #if defined(HAS_TILES)
 constexpr int64_t ROWS_AT_ONCE = 128;  // their parts stay in the second cache while all weights pass by
 template <typename W> using InTile = std::conditional_t<std::is_same_v<W, Twelve>, BFloat16, W>;
@@ -665,7 +622,10 @@ static void multiplied_in_tiles(Product of, int64_t panels) {
     torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
       Blocks blocks = blocks_of<InTile<W>>(of);
       bool are_few = blocks.count <= FEW_BLOCKS;
-      TileRegisters registers(blocks.rows, are_few || std::is_same_v<W, int8_t> ? 7 : 6);
+      TileShape shapes[8];  // registers below `first_weights` hold as many rows as a block, the others 16
+      int first_weights = are_few || std::is_same_v<W, int8_t> ? 7 : 6;
+      for (int i = 0; i < 8; i++) shapes[i] = {i < first_weights ? blocks.rows : TILE_ROWS, TILE_WIDTH};
+      TileRegisters registers(shapes);
       auto multiply = [&]<int J, bool ARE_HELD>() {
         for (; begin + J <= end; begin += J) panels_in_tiles<W, J, ARE_HELD>(of, blocks, begin, end);
       };
@@ -679,12 +639,11 @@ static void multiplied_in_tiles(Product of, int64_t panels) {
   }
 }
 #else
-static bool are_tiles_allowed() { return false; }
 template <typename W> static void multiplied_in_tiles(const Product& of, int64_t panels) {}
 #endif
 
 // Whether products of bfloat16 and int8 are computed in tile registers; `wanted` that they shall be, where there are any.
-static bool has_tiles = are_tiles_allowed();
+bool has_tiles = are_tiles_allowed();
 static bool tiles(std::optional<bool> wanted) { return has_tiles = wanted.value_or(has_tiles) && are_tiles_allowed(); }
 
 // Rows in steps, for int8 weights in vectors; they hold until this thread computes another product.

@@ -60,7 +60,7 @@ from medusa.console import log_console
 from medusa.engine.libraries import check_library, compile_library, digest_of, found_compiler, kept_library
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "group_quantised.cpp"))
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "group_quantised.h"))
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "tiles.h", "group_quantised.h"))
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-w")
 """A multiplication and an addition are fused only where the source says so, so that all bits are
 reproducible."""

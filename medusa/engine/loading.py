@@ -43,6 +43,7 @@ from medusa.base.loading import BaseSource, explained_damage, find_base, load_ba
 from medusa.engine.group_quantised import (
     PACKED_TYPES,
     GroupQuantisedLinear,
+    GroupQuantisedLMHead,
     GroupQuantisedMatmul,
     QuantisedRows,
 )
@@ -158,8 +159,9 @@ def load_quantised(source: BaseSource, file: GGUFFile, engine: Engine) -> Causal
     check_decodable(base)
     fill(base, file, {name: each for name, each in weights.items() if name not in quantised}, torch.float32)
     release = _released()
+    head = lm_head(base)
     for parent in list(base.modules()):
-        _hold_quantised(parent, {id(module): rows for module, rows in quantised.values()}, engine, release)
+        _hold_quantised(parent, {id(each): rows for each, rows in quantised.values()}, head, engine, release)
     check_filled(base, file)
     base = with_kernels(base, int8=False, release=release)
     if next(base.parameters(), None) is None:
@@ -200,6 +202,7 @@ def _quantised_modules(
 def _hold_quantised(
     parent: nn.Module,
     quantised: Mapping[int, QuantisedRows],
+    head: nn.Module,
     engine: Engine,
     release: Callable[[Tensor], Tensor],
 ) -> None:
@@ -224,7 +227,8 @@ def _hold_quantised(
             setattr(parent, name, QuantisedEmbedding(child, rows))
             continue
         if new is None:
-            new = GroupQuantisedLinear(cast(nn.Linear, child), rows, in_whole_numbers)
+            kind = GroupQuantisedLMHead if child is head else GroupQuantisedLinear
+            new = kind(cast(nn.Linear, child), rows, in_whole_numbers)
         del new.weight
         new.weight = placeholder(cast(Tensor, child.weight))
         setattr(parent, name, new)

@@ -7,16 +7,18 @@
 static bool are_tiles_allowed() { return true; }
 
 struct TileRegisters {
-  struct Shape { int64_t rows, bytes; };
-  struct Tile { Shape shape; alignas(64) char data[TILE_ROWS][TILE_WIDTH]; };
+  struct Tile { TileShape shape; alignas(64) char data[TILE_ROWS][TILE_WIDTH]; };
   static Tile* tiles() {
     thread_local Tile held[8] = {};
     return held;
   }
 
-  TileRegisters(int64_t rows, int weights) {
-    require(rows > 0 && rows <= TILE_ROWS && !tiles()[0].shape.rows);
-    for (int i = 0; i < 8; i++) tiles()[i] = {{i < weights ? rows : TILE_ROWS, TILE_WIDTH}, {}};
+  explicit TileRegisters(const TileShape (&shapes)[8]) {
+    require(!tiles()[0].shape.rows);
+    for (int i = 0; i < 8; i++) {
+      require(shapes[i].rows > 0 && shapes[i].rows <= TILE_ROWS && shapes[i].bytes > 0 && shapes[i].bytes <= TILE_WIDTH);
+      tiles()[i] = {shapes[i], {}};
+    }
   }
   ~TileRegisters() {
     for (int i = 0; i < 8; i++) tiles()[i] = {};
@@ -31,13 +33,13 @@ struct TileRegisters {
 };
 
 template <int T> static inline void clear_tile() { std::memset(TileRegisters::at(T).data, 0, TILE_BYTES); }
-template <int T> static inline void load_tile(const void* from) {
+template <int T> static inline void load_tile(const void* from, int64_t apart = TILE_WIDTH) {
   auto& tile = TileRegisters::at(T);
-  std::memcpy(tile.data, from, tile.shape.rows * TILE_WIDTH);
+  for (int row = 0; row < tile.shape.rows; row++) std::memcpy(tile.data[row], static_cast<const char*>(from) + row * apart, tile.shape.bytes);
 }
 template <int T> static inline void store_tile(void* to, int64_t apart) {
   auto& tile = TileRegisters::at(T);
-  for (int row = 0; row < tile.shape.rows; row++) std::memcpy(static_cast<char*>(to) + row * apart, tile.data[row], TILE_WIDTH);
+  for (int row = 0; row < tile.shape.rows; row++) std::memcpy(static_cast<char*>(to) + row * apart, tile.data[row], tile.shape.bytes);
 }
 
 // A number of bfloat16; those below the normal ones count as zero, as in the products of them.
@@ -46,7 +48,8 @@ static inline float flushed(float value) { return std::abs(value) < std::numeric
 
 template <typename W, int PART, int SUMS, int ROWS, int WEIGHTS> static inline void multiply_tiles() {
   auto &sums = TileRegisters::at(SUMS), &rows = TileRegisters::at(ROWS), &weights = TileRegisters::at(WEIGHTS);
-  TileRegisters::require(sums.shape.rows == rows.shape.rows && weights.shape.rows == TILE_ROWS);
+  TileRegisters::require(sums.shape.rows == rows.shape.rows && weights.shape.rows == rows.shape.bytes / 4);
+  TileRegisters::require(sums.shape.bytes == TILE_WIDTH && weights.shape.bytes == TILE_WIDTH);
   for (int m = 0; m < sums.shape.rows; m++)
     for (int n = 0; n < TILE_ROWS; n++) {
       if constexpr (std::is_same_v<W, BFloat16>) {
@@ -63,7 +66,7 @@ template <typename W, int PART, int SUMS, int ROWS, int WEIGHTS> static inline v
       } else {
         int32_t sum;
         std::memcpy(&sum, sums.data[m] + 4 * n, sizeof(sum));
-        for (int k = 0; k < TILE_ROWS; k++)
+        for (int k = 0; k < weights.shape.rows; k++)
           for (int i = 0; i < 4; i++) {
             int x = rows.data[m][4 * k + i];
             sum += (PART ? x & 255 : x) * int(static_cast<int8_t>(weights.data[k][4 * n + i]));
