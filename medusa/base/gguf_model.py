@@ -267,6 +267,7 @@ def empty_model(file: GGUFFile, config: PreTrainedConfig) -> Any:
     """The model of ``file`` in float32, its buffers computed and its parameters without memory."""
     with init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.tie_weights()
     model.generation_config.eos_token_id = end_tokens(file) or model.generation_config.eos_token_id
     if ROPE_FACTORS in file.tensors:
         factors = file.floats(ROPE_FACTORS)

@@ -366,6 +366,7 @@ class NarrowEmbedding(nn.Module):
         super().__init__()
         self._of, self._is_plain = copy.copy(embedding), type(embedding) is nn.Embedding
         self._of._parameters = {}
+        self.padding_idx, self._of.padding_idx = embedding.padding_idx, None  # it matters to gradients alone
         self.weight = placeholder(embedding.weight)
         self._hold(embedding)
 
@@ -412,7 +413,7 @@ class QuantisedEmbedding(NarrowEmbedding, HasQuantisedRows):
         return self.rows_at(ids)
 
 
-_OF_EMBEDDINGS = ("num_embeddings", "embedding_dim", "padding_idx", "embed_scale", "scalar_embed_scale")
+_OF_EMBEDDINGS = ("num_embeddings", "embedding_dim", "embed_scale", "scalar_embed_scale")
 """Attributes of an embedding that code reads besides its weight."""
 
 

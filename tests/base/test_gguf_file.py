@@ -1,0 +1,178 @@
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from quantised_files import CHATML, SPECIAL, VOCAB_SIZE, write_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from medusa.base.gguf_file import GGUFFile
+from medusa.base.gguf_model import end_tokens, named_weights
+from medusa.base.loading import find_base, load_base, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+def test_a_file_says_what_the_reader_of_its_authors_says(model):
+    ours, theirs = GGUFFile.open(model), gguf.GGUFReader(model)
+    assert ours.metadata["llama.embedding_length"] == 256
+    assert ours.metadata["tokenizer.chat_template"] == CHATML
+    assert ours.metadata["tokenizer.ggml.tokens"] == VOCAB_SIZE
+    assert ours.strings("tokenizer.ggml.tokens")[256:259] == list(SPECIAL)
+    assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
+    for tensor in theirs.tensors:
+        assert np.array_equal(ours.rows(tensor.name).numpy().ravel(), tensor.data.view(np.uint8).ravel())
+        assert torch.equal(
+            ours.floats(tensor.name).flatten(),
+            torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)).flatten(),
+        )
+
+
+def split(model: Path, directory: Path) -> list[Path]:
+    """The model in two files, as llama.cpp splits them."""
+    read, parts = gguf.GGUFReader(model), []
+    for number in (1, 2):
+        path = directory / f"tiny-0000{number}-of-00002.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        for field in read.fields.values():
+            if number == 1 and not field.name.startswith(("GGUF.", "general.architecture")):
+                inner = field.types[1] if len(field.types) > 1 else None
+                writer.add_key_value(field.name, field.contents(), field.types[0], inner)
+        for at, tensor in enumerate(read.tensors):
+            if at % 2 == number - 1:
+                writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        parts.append(path)
+    return parts
+
+
+def test_parts_of_a_model_are_one_and_each_names_all(model, tmp_path):
+    parts = split(model, tmp_path)
+    whole, expected = GGUFFile.open(parts[1]), GGUFFile.open(model)
+    assert whole.path == parts[0] and whole.metadata["llama.embedding_length"] == 256
+    assert set(whole.tensors) == set(expected.tensors)
+    assert all(torch.equal(whole.rows(name), expected.rows(name)) for name in expected.tensors)
+    parts[1].unlink()
+    with pytest.raises(FileNotFoundError, match=r"tiny-00002-of-00002.gguf, a part of the model .* is not beside"):
+        GGUFFile.open(parts[0])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_configuration_and_weights_are_those_that_transformers_reads(architecture, tmp_path):
+    path = write_model(tmp_path / "tiny.gguf", architecture, is_tied=architecture != "qwen2")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32).eval()
+    source = find_base(path)
+    kept = source.config.to_dict()
+    for name, value in theirs.config.to_dict().items():
+        if name not in ("_name_or_path", "quantization_config", "dtype", "architectures"):
+            assert kept[name] == value, name
+    ids = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(load_base(source)(ids).logits, theirs(ids).logits)
+
+
+def test_the_tokenizer_is_the_one_that_transformers_reads(model):
+    ours, theirs = load_tokenizer(model), AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
+    for text in ("the thin man", "Ünïcode 你好 🙂\n\n  x=12", "<|im_start|>user\nhi<|im_end|>"):
+        assert ours(text)["input_ids"] == theirs(text)["input_ids"]
+        assert ours.decode(ours(text)["input_ids"]) == text
+    asked = [{"role": "user", "content": "why?"}]
+    assert ours.apply_chat_template(asked, add_generation_prompt=True, tokenize=False) == (
+        "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_every_token_that_ends_an_answer_is_known_and_no_other(model):
+    assert end_tokens(GGUFFile.open(model)) == [256, 258]  # <|endoftext|> and <|im_end|>
+
+
+def test_a_directory_with_one_file_is_a_base_and_one_with_several_is_not(model, tmp_path):
+    (tmp_path / "a.gguf").write_bytes(model.read_bytes())
+    assert find_base(tmp_path).gguf.path == tmp_path / "a.gguf"
+    (tmp_path / "b.gguf").write_bytes(model.read_bytes())
+    with pytest.raises(ValueError, match=r"one GGUF file, got the directory .* with a.gguf, b.gguf; name one"):
+        find_base(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no GGUF file at"):
+        find_base(tmp_path / "c.gguf")
+
+
+def test_rows_that_transformers_moves_are_found_by_number(model):
+    from medusa.base.gguf_model import empty_model
+
+    source = find_base(model)
+    weights = named_weights(source.gguf, empty_model(source.gguf, source.config))
+    queries = weights["model.layers.0.self_attn.q_proj.weight"].row_order(256)
+    assert not torch.equal(queries, torch.arange(256))
+    assert torch.equal(queries.sort().values, torch.arange(256))
+    outputs = weights["model.layers.0.self_attn.o_proj.weight"].row_order(256)
+    assert torch.equal(outputs, torch.arange(256))
+
+
+# ------------------------------------------------------------------ files that are not what they say
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda raw: b"", "shorter than a header"),
+        (lambda raw: b"PK\3\4" + raw[4:], "does not begin as one"),
+        (lambda raw: raw[:4] + struct.pack("<I", 9) + raw[8:], "version 2 or 3, got 9"),
+        (lambda raw: raw[:8] + struct.pack("<Q", 2**40) + raw[16:], "it claims 1099511627776 tensors"),
+        (lambda raw: raw[: len(raw) // 2], r"tensor '.*' has \d+ bytes from \d+ on, and the file"),
+        (lambda raw: raw[:200], "it ends within its header"),
+        (lambda raw: raw.replace(b"blk.1.attn_q.weight", b"blk.0.attn_q.weight", 1), "there twice"),
+        (lambda raw: raw.replace(b"blk.1.attn_q.weight", b"blk.9.attn_q.weight", 1), "'blk.9.attn_q.weight'"),
+        (lambda raw: raw.replace(b"general.name", b"general.arch", 1).replace(b"llama", b"lemma", 1), "lemma"),
+    ],
+)
+def test_a_damaged_file_is_named_with_its_fault(model, tmp_path, change, words):
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(change(model.read_bytes()))
+    with pytest.raises(ValueError, match=words) as caught:
+        load_base(path)
+    assert "damaged.gguf" in str(caught.value)
+
+
+def test_a_matrix_of_another_shape_than_the_metadata_say_is_refused(tmp_path):
+    path = write_model(tmp_path / "tiny.gguf", feed_forward_length=768)
+    with pytest.raises(ValueError, match=r"'blk.0.ffn_gate.weight' must have shape \(768, 256\)"):
+        load_base(path)
+
+
+def test_an_architecture_that_transformers_does_not_know_is_refused_with_those_that_it_knows(model, tmp_path):
+    path = tmp_path / "other.gguf"
+    raw = model.read_bytes().replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0zebra")
+    path.write_bytes(raw)
+    with pytest.raises(ValueError, match=r"architecture 'zebra', which transformers reads .*llama.*qwen2"):
+        find_base(path)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_change_of_the_header_ends_in_anything_but_an_error_that_names_the_file(model, tmp_path, data):
+    raw = bytearray(model.read_bytes())
+    header = raw.index(b"ffn_down.weight", raw.index(b"blk.1")) + 60
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(4, header))
+        raw[at] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        raw = raw[: data.draw(st.integers(0, len(raw)))]
+    path = tmp_path / "fuzzed.gguf"
+    path.write_bytes(raw)
+    try:
+        file = GGUFFile.open(path)
+    except (ValueError, FileNotFoundError) as error:
+        assert "fuzzed.gguf" in str(error)
+        return
+    for name in file.tensors:
+        assert file.rows(name).numel() == file.tensors[name].num_bytes

@@ -1,0 +1,140 @@
+"""Tiny random models as GGUF files, in each type that weights are quantised to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+TYPES = [
+    Type[name]
+    for name in "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4".split()
+]
+"""The types that are held in their own bits."""
+_SCALES = {
+    "Q2_K": [80, 82],
+    "Q3_K": [108],
+    "Q6_K": [208],
+    "Q4_1": [0, 2],
+    "Q5_1": [0, 2],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+}
+"""Where a block has its float16 numbers; at 0 in the others."""
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VOCAB_SIZE = 256 + len(SPECIAL) + 1
+"""Each byte, the special tokens, and one word of two bytes."""
+
+
+def random_rows(kind: Type, num_rows: int, num_inputs: int, seed: int = 0, scale: float = 0.003) -> np.ndarray:
+    """Rows of a quantised matrix, (num_rows, bytes) uint8: any codes, with scales that are numbers."""
+    rng = np.random.default_rng(seed)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (num_rows, num_inputs // block, size), dtype=np.uint8)
+    if kind == Type.MXFP4:
+        blocks[..., 0] = rng.integers(117, 122, blocks.shape[:2])
+    for start in [] if kind == Type.MXFP4 else _SCALES.get(kind.name, [0]):
+        numbers = (rng.standard_normal(blocks.shape[:2]) * scale).astype(np.float16)
+        if kind.name.endswith("_K") and kind.name != "Q8_K":
+            numbers = (numbers / 16).astype(np.float16)  # times whole scales
+        blocks[..., start : start + 2] = numbers.view(np.uint8).reshape(*numbers.shape, 2)
+    return blocks.reshape(num_rows, -1)
+
+
+def write_model(
+    path: Path,
+    architecture: str = "llama",
+    matrices: Type = Type.Q4_K,
+    others: Type = Type.Q6_K,
+    hidden: int = 256,
+    is_tied: bool = True,
+    num_layers: int = 2,
+    seed: int = 0,
+    **metadata: object,
+) -> Path:
+    """A model of ``num_layers`` layers with a tokenizer; values and the last matrix of each layer are of the
+    type ``others``, as in the mixtures that are called Q4_K_M."""
+    writer = gguf.GGUFWriter(path, architecture)
+    width = 128 if architecture == "qwen3" else hidden // 4  # transformers takes 128 for all Qwen3
+    heads, intermediate = hidden // width, 2 * hidden
+    writer.add_name("tiny")
+    writer.add_context_length(512)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(num_layers)
+    writer.add_feed_forward_length(intermediate)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(heads // 2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(VOCAB_SIZE)
+    if architecture in ("qwen3", "gemma3"):
+        writer.add_key_length(width)
+        writer.add_value_length(width)
+    if architecture == "gemma3":
+        writer.add_sliding_window(32)
+    _add_tokenizer(writer)
+    for key, value in metadata.items():
+        getattr(writer, f"add_{key}")(value)
+    rng = np.random.default_rng(seed)
+    seeds = iter(range(seed * 1000 + 1, seed * 1000 + 1000))
+
+    def matrix(name: str, rows: int, columns: int, kind: Type = matrices) -> None:
+        if kind in (Type.F32, Type.F16, Type.BF16):
+            numbers = (rng.standard_normal((rows, columns)) * 0.05).astype(np.float32)
+            writer.add_tensor(name, gguf.quantize(numbers, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, random_rows(kind, rows, columns, next(seeds)), raw_dtype=kind)
+
+    def vector(name: str, size: int, around: float = 1.0) -> None:
+        numbers = around + 0.1 * rng.standard_normal(size)
+        writer.add_tensor(name, numbers.astype(np.float32))
+
+    matrix("token_embd.weight", VOCAB_SIZE, hidden, others)
+    if not is_tied:
+        matrix("output.weight", VOCAB_SIZE, hidden, others)
+    vector("output_norm.weight", hidden)
+    for layer in range(num_layers):
+        of = f"blk.{layer}"
+        for norm in ("attn_norm", "ffn_norm"):
+            vector(f"{of}.{norm}.weight", hidden)
+        if architecture == "gemma3":
+            for norm in ("post_attention_norm", "post_ffw_norm"):
+                vector(f"{of}.{norm}.weight", hidden)
+        if architecture in ("qwen3", "gemma3"):
+            for norm in ("attn_q_norm", "attn_k_norm"):
+                vector(f"{of}.{norm}.weight", width)
+        matrix(f"{of}.attn_q.weight", hidden, hidden)
+        matrix(f"{of}.attn_k.weight", hidden // 2, hidden)
+        matrix(f"{of}.attn_v.weight", hidden // 2, hidden, others)
+        if architecture == "qwen2":
+            for name, size in (("q", hidden), ("k", hidden // 2), ("v", hidden // 2)):
+                vector(f"{of}.attn_{name}.bias", size, 0.0)
+        matrix(f"{of}.attn_output.weight", hidden, hidden)
+        matrix(f"{of}.ffn_gate.weight", intermediate, hidden)
+        matrix(f"{of}.ffn_up.weight", intermediate, hidden)
+        matrix(f"{of}.ffn_down.weight", hidden, intermediate, others if layer == 0 else matrices)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    letters = [bytes_to_unicode()[byte] for byte in range(256)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([*letters, *SPECIAL, "th"])
+    writer.add_token_types([1] * 256 + [3] * len(SPECIAL) + [1])
+    writer.add_token_merges(["t h"])
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(258)
+    writer.add_pad_token_id(256)
+    writer.add_chat_template(CHATML)
