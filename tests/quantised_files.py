@@ -10,8 +10,8 @@ from gguf import GGMLQuantizationType as Type
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 TYPES = [
-    Type[name]
-    for name in "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4".split()
+    *(Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4),
+    *(Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K),
 ]
 """The types that are held in their own bits."""
 _SCALES = {
@@ -33,7 +33,9 @@ VOCAB_SIZE = 256 + len(SPECIAL) + 1
 """Each byte, the special tokens, and one word of two bytes."""
 
 
-def random_rows(kind: Type, num_rows: int, num_inputs: int, seed: int = 0, scale: float = 0.003) -> np.ndarray:
+def random_rows(
+    kind: Type, num_rows: int, num_inputs: int, seed: int = 0, scale: float = 0.003
+) -> np.ndarray:
     """Rows of a quantised matrix, (num_rows, bytes) uint8: any codes, with scales that are numbers."""
     rng = np.random.default_rng(seed)
     block, size = gguf.GGML_QUANT_SIZES[kind]

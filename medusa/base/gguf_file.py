@@ -1,8 +1,8 @@
 """Reads files of the GGUF format: metadata, and where each tensor lies.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. A model may be split into several files,
-``NAME-00001-of-00003.gguf``; any of them names all. Files are mapped into memory, and every size, offset and
-count in them is checked before it is used.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. A model may be split into several
+files, ``NAME-00001-of-00003.gguf``; any of them names all. Files are mapped into memory, and every size,
+offset and count in them is checked before it is used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -171,7 +171,7 @@ class _Header:
         self._path, self._size, self._at = path, path.stat().st_size, 0
         if self._size < 24:
             raise self._damaged("it is shorter than a header")
-        self._bytes = memoryview(_mapped(path).numpy())
+        self._bytes = memoryview(cast(Any, _mapped(path).numpy()))
         self._wanted: str | None = None
         self._found: list[str] = []
 

@@ -47,7 +47,7 @@ END_TOKENS = frozenset(
         "<|end|>",
         "<end_of_turn>",
         "<turn|>",
-        "<｜end▁of▁sentence｜>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
     }
 )
 """Control tokens that end an answer in every vocabulary that has them: a file names one of them only."""
@@ -69,9 +69,10 @@ def gguf_config(file: GGUFFile) -> PreTrainedConfig:
     else:
         known = {name.replace("_", "").replace("-", "") for name in GGUF_SUPPORTED_ARCHITECTURES}
         if file.architecture.replace("_", "").replace("-", "") not in known:
+            listed = ", ".join(sorted({*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_ARCHS} - _NO_MODELS))
             raise ValueError(
                 f"{file.path} holds a model of architecture {file.architecture!r}, which transformers reads "
-                f"from no GGUF file; it reads {', '.join(sorted({*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_ARCHS} - _NO_MODELS))}. "
+                f"from no GGUF file; it reads {listed}. "
                 "Convert the model's own repository, or choose another file"
             )
         with tempfile.TemporaryDirectory(prefix="medusa-gguf-") as directory:
@@ -142,12 +143,14 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
             )
         elif split not in PLAIN_SPLITS:
             log_console().print(
-                f"{file.path.name} splits text before its tokenizer as {split!r}, which is not known here: it "
-                "is split as GPT-2 splits it, and some tokens may be others; --tokenizer DIRECTORY gives the "
-                "model's own",
+                f"{file.path.name} splits text before its tokenizer as {split!r}, which is not known here: "
+                "it is split as GPT-2 splits it, and some tokens may be others; --tokenizer DIRECTORY gives "
+                "the model's own",
                 soft_wrap=True,
             )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, name_or_path=str(file.path), **settings, **more)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, name_or_path=str(file.path), **settings, **more
+    )
     tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
 
@@ -234,7 +237,7 @@ def _source_names(file: GGUFFile, model: Any, processor: TensorProcessor) -> dic
         first_number = next((at for at, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
         known = (names.get_name(".".join(parts[start:])) for start in range(first_number + 1))
         source = next((name + suffix for name in known if name is not None), None)
-        if source in file.tensors:
+        if source is not None and source in file.tensors:
             found[target] = source
     return found
 
@@ -322,7 +325,9 @@ def check_filled(model: Any, file: GGUFFile) -> None:
     """Raise ValueError where a parameter of ``model`` has no numbers yet."""
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if missing:
-        raise ValueError(f"{file.path} must have a tensor for {missing[0]!r} ({len(missing)} in all), and has none")
+        raise ValueError(
+            f"{file.path} must have a tensor for {missing[0]!r} ({len(missing)} in all), and has none"
+        )
 
 
 def load_widened(file: GGUFFile, config: PreTrainedConfig, dtype: torch.dtype) -> Any:

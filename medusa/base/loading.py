@@ -149,7 +149,9 @@ def gguf_path(source: str | Path, kwargs: Mapping[str, Any]) -> Path | None:
     models = {GGUFFile.first_part(each) for each in files}
     if len(models) > 1:
         names = ", ".join(sorted(each.name for each in models))
-        raise ValueError(f"base must be one GGUF file, got the directory {str(path)!r} with {names}; name one")
+        raise ValueError(
+            f"base must be one GGUF file, got the directory {str(path)!r} with {names}; name one"
+        )
     return next(iter(models), None)
 
 

@@ -10,7 +10,6 @@ them, and multiplies in one of two ways:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -54,8 +53,7 @@ class GroupQuantisedMatmul(PackedMatmul):
         lanes()  # loads the kernels
         num_rows, types = [len(each.rows) for each in weights], [each.type for each in weights]
         self.width, self.num_inputs = sum(num_rows), weights[0].num_inputs
-        self._is_int8 = in_whole_numbers
-        self._types = dict(Counter({type_name(kind): 0 for kind in types}))
+        self._types = dict.fromkeys(map(type_name, types), 0)
         for each in weights:
             self._types[type_name(each.type)] += each.rows.nbytes
         if isinstance(bias, nn.Parameter):
@@ -72,7 +70,7 @@ class GroupQuantisedMatmul(PackedMatmul):
 
     @property
     def is_int8(self) -> bool:
-        return self._is_int8
+        return bool(self.panels[12:16].view(torch.int32))  # Head of group_quantised.cpp
 
     @property
     def number_format(self) -> str:
@@ -112,7 +110,7 @@ class GroupQuantisedLMHead(GroupQuantisedLinear, HasQuantisedRows):
     def __init__(self, linear: nn.Linear, weight: QuantisedRows, in_whole_numbers: bool):
         super().__init__(linear, weight, in_whole_numbers)
         self._type, self._order = weight.type, weight.order
-        self.register_buffer("file_rows", weight.rows, persistent=False)
+        self.register_buffer("file_rows", weight.rows.detach(), persistent=False)
 
     def rows_at(self, ids: Tensor) -> Tensor:
         order = self._order

@@ -165,7 +165,9 @@ def load_quantised(source: BaseSource, file: GGUFFile, engine: Engine) -> Causal
     check_filled(base, file)
     base = with_kernels(base, int8=False, release=release)
     if next(base.parameters(), None) is None:
-        lm_head(base).weight = nn.Parameter(lm_head(base).weight, requires_grad=False)
+        weight = cast(Tensor, lm_head(base).weight)  # transformers asks one for type and device
+        del lm_head(base).weight
+        lm_head(base).weight = nn.Parameter(weight, requires_grad=False)
     base.save_pretrained = _refuse_to_save
     return base
 
@@ -176,12 +178,16 @@ def _quantised_modules(
     """The linear layers and embeddings of ``base`` that can hold their weight as the file has it, by the name
     of that weight."""
     modules = dict(base.named_modules())
-    found = {}
+    found: dict[str, tuple[nn.Module, QuantisedRows]] = {}
     for name, weight in weights.items():
         entry = file.tensors[weight.source]
         module = modules[name.rpartition(".")[0]]
         is_matrix = name.endswith(".weight") and len(entry.shape) == 2
-        if not is_matrix or not isinstance(module, (nn.Linear, nn.Embedding)) or entry.type not in PACKED_TYPES:
+        if (
+            not is_matrix
+            or not isinstance(module, (nn.Linear, nn.Embedding))
+            or entry.type not in PACKED_TYPES
+        ):
             continue
         if entry.shape != module.weight.shape:
             raise ValueError(
@@ -401,7 +407,7 @@ class QuantisedEmbedding(NarrowEmbedding, HasQuantisedRows):
     def __init__(self, embedding: nn.Embedding, rows: QuantisedRows):
         super().__init__(embedding)
         self._type, self._width = rows.type, rows.num_inputs
-        self.register_buffer("file_rows", rows.rows, persistent=False)
+        self.register_buffer("file_rows", rows.rows.detach(), persistent=False)
 
     def _hold(self, embedding: nn.Embedding) -> None:
         """The file's rows are held, and no weight of the module."""

@@ -5,7 +5,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Type
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quantised_files import CHATML, SPECIAL, VOCAB_SIZE, write_model
@@ -64,7 +63,9 @@ def test_parts_of_a_model_are_one_and_each_names_all(model, tmp_path):
     assert set(whole.tensors) == set(expected.tensors)
     assert all(torch.equal(whole.rows(name), expected.rows(name)) for name in expected.tensors)
     parts[1].unlink()
-    with pytest.raises(FileNotFoundError, match=r"tiny-00002-of-00002.gguf, a part of the model .* is not beside"):
+    with pytest.raises(
+        FileNotFoundError, match=r"tiny-00002-of-00002.gguf, a part of the model .* is not beside"
+    ):
         GGUFFile.open(parts[0])
 
 
@@ -100,7 +101,9 @@ def test_a_directory_with_one_file_is_a_base_and_one_with_several_is_not(model, 
     (tmp_path / "a.gguf").write_bytes(model.read_bytes())
     assert find_base(tmp_path).gguf.path == tmp_path / "a.gguf"
     (tmp_path / "b.gguf").write_bytes(model.read_bytes())
-    with pytest.raises(ValueError, match=r"one GGUF file, got the directory .* with a.gguf, b.gguf; name one"):
+    with pytest.raises(
+        ValueError, match=r"one GGUF file, got the directory .* with a.gguf, b.gguf; name one"
+    ):
         find_base(tmp_path)
     with pytest.raises(FileNotFoundError, match="no GGUF file at"):
         find_base(tmp_path / "c.gguf")
@@ -132,7 +135,10 @@ def test_rows_that_transformers_moves_are_found_by_number(model):
         (lambda raw: raw[:200], "it ends within its header"),
         (lambda raw: raw.replace(b"blk.1.attn_q.weight", b"blk.0.attn_q.weight", 1), "there twice"),
         (lambda raw: raw.replace(b"blk.1.attn_q.weight", b"blk.9.attn_q.weight", 1), "'blk.9.attn_q.weight'"),
-        (lambda raw: raw.replace(b"general.name", b"general.arch", 1).replace(b"llama", b"lemma", 1), "lemma"),
+        (
+            lambda raw: raw.replace(b"general.name", b"general.arch", 1).replace(b"llama", b"lemma", 1),
+            "lemma",
+        ),
     ],
 )
 def test_a_damaged_file_is_named_with_its_fault(model, tmp_path, change, words):

@@ -13,7 +13,9 @@ NUM_ROWS, NUM_INPUTS = 75, 512
 
 
 def quantised(kind, num_rows=NUM_ROWS, num_inputs=NUM_INPUTS, seed=0):
-    return QuantisedRows(torch.from_numpy(random_rows(kind, num_rows, num_inputs, seed)), int(kind), num_inputs)
+    return QuantisedRows(
+        torch.from_numpy(random_rows(kind, num_rows, num_inputs, seed)), int(kind), num_inputs
+    )
 
 
 def numbers_of(weight):
@@ -98,7 +100,9 @@ def test_a_row_of_zeros_gives_zeros():
 
 
 def test_threads_change_no_bit():
-    product = GroupQuantisedMatmul([quantised(gguf.GGMLQuantizationType.Q6_K, 400)], None, in_whole_numbers=True)
+    product = GroupQuantisedMatmul(
+        [quantised(gguf.GGMLQuantizationType.Q6_K, 400)], None, in_whole_numbers=True
+    )
     x, before = torch.randn(40, NUM_INPUTS), torch.get_num_threads()
     results = []
     try:

@@ -1,0 +1,190 @@
+"""A base in a GGUF file: held once in the file's bits, and its text is the same whatever is guessed."""
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import BUSHY, OracleDrafter, assert_exact, left_padded, needs_kernels
+from gguf import GGMLQuantizationType as Type
+from quantised_files import VOCAB_SIZE, write_model
+
+from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
+from medusa.base.causal_lm import lm_head, rows_at
+from medusa.base.loading import find_base, load_base
+from medusa.engine.compiled import CompiledPass, library_paths
+from medusa.engine.engine_state import apply_engine
+from medusa.engine.group_quantised import GroupQuantisedMatmul
+from medusa.engine.loading import load_for_engine
+from medusa.engine.views import packed_bytes
+from medusa.heads.fingerprint import BaseFingerprint
+
+pytestmark = needs_kernels
+MIXTURES = {"Q4_K_M": (Type.Q4_K, Type.Q6_K, 256), "Q5_0": (Type.Q5_0, Type.Q8_0, 128)}
+SAMPLINGS = [{"do_sample": False}, {"do_sample": True, "temperature": 0.9, "seed": 3}]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Writes a tiny model once: its path."""
+    directory, made = tmp_path_factory.mktemp("gguf"), {}
+
+    def write(architecture="llama", mixture="Q4_K_M", **more):
+        key = (architecture, mixture, *more.items())
+        if key not in made:
+            matrices, others, hidden = MIXTURES[mixture]
+            path = directory / f"{len(made)}.gguf"
+            made[key] = write_model(path, architecture, matrices, others, hidden, **more)
+        return made[key]
+
+    return write
+
+
+def prompts(num_rows=1, length=12):
+    ids = torch.randint(0, 250, (num_rows, length), generator=torch.Generator().manual_seed(5))
+    return left_padded(ids, [length - 3 * row for row in range(num_rows)])
+
+
+def heads_for(path, **more):
+    torch.manual_seed(1)
+    hidden = find_base(path).hidden_size
+    return MedusaHeads(HeadsConfig(hidden, VOCAB_SIZE, **{"num_heads": 4, **more}))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_in_float32_a_base_is_the_widened_one(architecture, files):
+    path = files(architecture)
+    widened, packed = load_base(path), load_for_engine(path, "packed")
+    ids = prompts()["input_ids"]
+    torch.testing.assert_close(packed(ids).logits, widened(ids).logits, atol=1e-4, rtol=1e-4)
+    in_whole_numbers = load_for_engine(path, "auto")(ids).logits
+    assert not torch.allclose(in_whole_numbers, widened(ids).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("engine", ["int8", "packed"])
+@pytest.mark.parametrize(
+    "architecture, mixture", [("llama", "Q4_K_M"), ("qwen2", "Q5_0"), ("gemma3", "Q4_K_M")]
+)
+def test_no_draft_changes_the_text(architecture, mixture, engine, sampling, files):
+    path = files(architecture, mixture)
+    model = MedusaModel.from_pretrained(path, engine=engine)
+    model = MedusaModel(model.base, heads_for(path, reads_path=True), BUSHY, engine=engine)
+    call = {"max_new_tokens": 24, **sampling}
+    for batch in (prompts(1), prompts(3)):
+        plain = model.generate(**batch, **call, tree=CandidateTree.chain(0))
+        oracle = OracleDrafter([row.tolist() for row in plain], BUSHY, hit_rate=0.7, seed=2)
+        hows = [{"drafter": name} for name in ("heads", "dynamic-heads", "suffix", "dynamic-heads+suffix")]
+        assert_exact(model, batch, *hows, {"drafter": oracle}, {}, expected=plain, **call)
+    if engine == "packed" and not sampling["do_sample"]:
+        assert MedusaModel(load_base(path)).generate(**batch, **call).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("engine", ["int8", "packed"])
+def test_compiled_steps_write_the_text_of_general_ones_with_any_draft(engine, files):
+    path = files("qwen2", "Q4_K_M", num_layers=4)
+    base = load_for_engine(path, engine)
+    model = MedusaModel(base, heads_for(path), BUSHY, engine=engine, step="compiled")
+    batch, call = prompts(2), {"max_new_tokens": 16, "do_sample": True, "seed": 1}
+    plain = model.generate(**batch, **call, tree=CandidateTree.chain(0))
+    assert_exact(
+        model, batch, {"drafter": "heads"}, {"drafter": "dynamic-heads+suffix"}, expected=plain, **call
+    )
+    general = MedusaModel(base, engine=engine).generate(**batch, **call, tree=CandidateTree.chain(0))
+    assert general.tolist() == plain.tolist()
+
+
+def test_layers_of_any_mixture_share_their_library(files, capsys):
+    first = apply_engine(load_for_engine(files("qwen2", "Q4_K_M", num_layers=4), "auto"), "auto")
+    CompiledPass(first)
+    paths = library_paths(first)
+    assert len(paths) == 3, "the ends, and one for all layers, of which some hold Q6_K"
+    capsys.readouterr()
+    other = write_model(
+        files("qwen2", "Q4_K_M", num_layers=4).with_name("other.gguf"),
+        "qwen2",
+        Type.Q5_K,
+        Type.Q4_K,
+        num_layers=4,
+    )
+    second = apply_engine(load_for_engine(other, "packed"), "packed")
+    assert set(library_paths(second)) & set(paths), "one for the layers of both"
+
+
+def test_what_is_held_is_what_the_file_has(files):
+    path = files("llama", "Q4_K_M", is_tied=False)
+    base, file = load_for_engine(path, "auto"), find_base(path).gguf
+    held = packed_bytes(base)
+    assert set(held) == {"Q4_K", "Q6_K"}
+    matrices = [each for each in file.tensors.values() if len(each.shape) == 2]
+    embedding = file.tensors["token_embd.weight"].num_bytes
+    assert sum(held.values()) == sum(each.num_bytes for each in matrices) - embedding
+    products = [module for module in base.modules() if isinstance(module, GroupQuantisedMatmul)]
+    assert sum(module.panels.nbytes for module in products) < 1.25 * sum(held.values()) + 2**16
+    assert not any(parameter.numel() > 300 for parameter in base.parameters() if not parameter.isnan().all())
+
+
+def test_rows_of_the_lm_head_are_those_of_the_file(files):
+    for path in (files("llama", "Q4_K_M", is_tied=False), files("qwen2", "Q5_0")):
+        widened, base = load_base(path), load_for_engine(path, "auto")
+        ids = torch.tensor([[0, 259], [7, 7]])
+        assert torch.equal(rows_at(lm_head(base), ids), widened.lm_head.weight[ids])
+        assert torch.equal(base.get_input_embeddings()(ids), widened.get_input_embeddings()(ids))
+
+
+def test_heads_of_the_widened_base_know_the_file_for_the_same_model_and_the_other_way_round(files):
+    path = files("llama", "Q4_K_M")
+    widened, held = load_base(path), load_for_engine(path, "auto")
+    assert BaseFingerprint.of(widened).difference(held) is None
+    assert BaseFingerprint.of(held).difference(widened) is None
+    rounded = load_base(path)
+    with torch.no_grad():  # as four bits round: by less than a tenth
+        rounded.lm_head.weight *= 1 + 0.08 * torch.randn_like(rounded.lm_head.weight)
+    assert BaseFingerprint.of(held).difference(rounded) is None
+    other = load_for_engine(write_model(path.with_name("another.gguf"), seed=9), "auto")
+    assert "away from theirs" in BaseFingerprint.of(held).difference(other)
+
+
+def test_factors_of_rotary_frequencies_in_the_file_are_used(tmp_path, files):
+    import gguf
+    import numpy as np
+
+    class WithFactors(gguf.GGUFWriter):
+        def write_header_to_file(self, *args, **kwargs):
+            self.add_tensor("rope_freqs.weight", np.linspace(1, 8, 32).astype(np.float32))
+            super().write_header_to_file(*args, **kwargs)
+
+    plain, original = files("llama", "Q4_K_M"), gguf.GGUFWriter
+    gguf.GGUFWriter = WithFactors
+    try:
+        path = write_model(tmp_path / "scaled.gguf")
+    finally:
+        gguf.GGUFWriter = original
+    without, scaled = load_base(plain), load_base(path)
+    assert torch.allclose(
+        scaled.model.rotary_emb.inv_freq, without.model.rotary_emb.inv_freq / torch.linspace(1, 8, 32)
+    )
+    assert torch.equal(
+        load_for_engine(path, "auto").model.rotary_emb.inv_freq, scaled.model.rotary_emb.inv_freq
+    )
+
+
+def test_too_little_memory_is_said_before_anything_is_read(files, monkeypatch):
+    monkeypatch.setattr("medusa.engine.loading.available_memory", lambda: 2**20)
+    with pytest.raises(
+        MemoryError, match=r"takes 0\.\d GB with engine='auto', and 0.0 GB of memory are free"
+    ):
+        load_for_engine(files(), "auto")
+
+
+def test_pages_of_the_file_are_given_back(files):
+    path = files("llama", "Q4_K_M", num_layers=6)
+    base = load_for_engine(path, "auto")
+    gc.collect()
+    mapped = 0
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.endswith(str(path)):
+            mapped += next(int(each.split()[1]) for each in lines if each.startswith("Rss:"))
+    assert base is not None and 1024 * mapped < os.path.getsize(path) / 2
