@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import transformers
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from medusa.base import loading
 from medusa.base.architecture_check import check_decodable
@@ -22,7 +23,9 @@ from medusa.base.causal_lm import (
     lm_head_device,
     longrope_threshold,
 )
+from medusa.base.loading import BaseSource
 from medusa.base.recurrent import is_recurrent
+from medusa.engine.loading import load_for_engine
 from medusa.training.config import BaseOptions, DataOptions
 from medusa.training.data.batching import PaddedBatch, collate
 from medusa.training.data.dataset import Document, Documents
@@ -105,13 +108,15 @@ def load_live(
         ValueError: it is no causal language model, or no tree can be verified on it, so heads for it would be
             of no use.
     """
-    base: Any = loading.load_base(
-        options.base,
-        dtype=_dtype(options, device),
-        trust_remote_code=options.trust_remote_code,
-        **_attention(options),
-        **_placed(options, device),
-    )
+    source = loading.find_base(options.base, trust_remote_code=options.trust_remote_code)
+    base: Any
+    if source.gguf is not None and _is_held_quantised(options, device):
+        base = load_for_engine(source, "auto")  # the states that decoding will compute
+    else:
+        base = loading.load_base(
+            source, dtype=_dtype(options, device), **_attention(options), **_placed(options, device)
+        )
+        base = base.to(device) if source.gguf is not None else base
     check_decodable(base, attends_here=False)
     base.requires_grad_(False).eval()
     if options.base_placement == "auto":
@@ -148,14 +153,16 @@ def load_without_layers(options: BaseOptions, device: torch.device) -> CausalLM:
         FileNotFoundError: there is no such model.
         ValueError: the architecture cannot be built so.
     """
-    name, source = loading.resolve_source(options.base, {"trust_remote_code": options.trust_remote_code})
-    config = AutoConfig.from_pretrained(name, **source)
+    found = loading.find_base(options.base, trust_remote_code=options.trust_remote_code)
+    name, source, config = found.name, found.arguments, found.config
     text = config.get_text_config(decoder=True)
     count, whole = text.num_hidden_layers, copy.deepcopy(text.__dict__)
     for key, value in whole.items():
         if isinstance(value, list | tuple) and len(value) == count:
             setattr(text, key, type(value)())
     text.num_hidden_layers = 0
+    if found.gguf is not None:
+        return _with_settings(_file_without_layers(found, options, device), whole).to(device)
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # the layers that are left out are no surprise
     try:
@@ -180,13 +187,33 @@ def load_without_layers(options: BaseOptions, device: torch.device) -> CausalLM:
             f"{options.base!r} without its layers lacks {sorted(info['missing_keys'])}; leave "
             "cache_hidden_states and base_placement out"
         )
+    return _with_settings(base, whole).to(device)
+
+
+def _file_without_layers(found: BaseSource, options: BaseOptions, device: torch.device) -> CausalLM:
+    """As :func:`load_without_layers`, of a GGUF file whose configuration knows of no layers."""
+    assert found.gguf is not None
+    tensors = {name: each for name, each in found.gguf.tensors.items() if not name.startswith("blk.")}
+    found = replace(found, gguf=replace(found.gguf, tensors=tensors))
+    if _is_held_quantised(options, device):
+        return load_for_engine(found, "auto")
+    return loading.load_base(found, dtype=_dtype(options, device))
+
+
+def _is_held_quantised(options: BaseOptions, device: torch.device) -> bool:
+    """Whether a GGUF file is held in its own bits: where decoding does so by default."""
+    return device.type == "cpu" and options.base_dtype in ("auto", "float32")
+
+
+def _with_settings(base: CausalLM, whole: dict[str, Any]) -> CausalLM:
+    """``base`` without layers, frozen, under the configuration of the whole model."""
     base.config = copy.deepcopy(base.config)  # its modules keep theirs, which knows of no layers
     kept = base.config.get_text_config(decoder=True)
     for key, value in whole.items():  # the model keeps its name
         if not key.startswith("_"):
             setattr(kept, key, value)
     check_decodable(base, attends_here=False)
-    return base.to(device).requires_grad_(False).eval()
+    return base.requires_grad_(False).eval()
 
 
 def load_tokenizer(options: BaseOptions) -> Any:
