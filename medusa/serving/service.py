@@ -312,6 +312,8 @@ class Service:
             }
             if asked.reasoning_effort == "none" and "enable_thinking" in self._template:
                 given.pop("reasoning_effort")
+            beside = {key: f"messages[].{shortened(key)}" for each in asked.messages for key in each.beside}
+            given |= {name: field for name, field in beside.items() if name not in given}
             known = set(re.findall(r"\w+", self._template))
             found += [field for name, field in given.items() if name not in known]
         return found

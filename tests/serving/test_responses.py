@@ -175,11 +175,6 @@ WRONG = [
         "input[0].content[0].type",
         "",
     ),
-    (
-        {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "x"}]},
-        "input[0].arguments",
-        "",
-    ),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", ""),
     ({"tools": [{**OFFERED, "parameters": {"properties": 5}}]}, "tools[0].parameters", "must be an object"),
     ({"tool_choice": "required"}, "tool_choice", ""),

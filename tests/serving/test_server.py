@@ -476,7 +476,7 @@ def test_calls_of_earlier_turns_may_have_nulls():
     said = {"role": "assistant", "content": None, "tool_calls": [called]}
     (message,) = ChatRequest.model_validate({"messages": [said]}).messages
     assert message.as_conversation["tool_calls"] == [
-        {**called, "id": "", "type": "function"} | {"function": {"name": "f", "arguments": {}}}
+        {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     ]
 
 
@@ -562,14 +562,12 @@ def test_a_schema_that_cannot_be_kept_is_refused_before_anything_waits(tool_serv
         assert tool_server.num_active == 0
 
 
-def test_arguments_that_are_nested_too_deeply_to_be_shown_are_refused(tool_server):
-    for depth in range(884, 1000, 11):  # read, and too deep for the template: how deep depends on the machine
+def test_arguments_that_are_nested_too_deeply_to_be_shown_are_text(tool_server):
+    for depth in (70, 884, 1000):
         deep = {"name": "f", "arguments": '{"a": ' + "[" * depth + "]" * depth + "}"}
         called = {"role": "assistant", "tool_calls": [{"function": deep}]}
-        body = {"messages": [*HELLO, called], "max_tokens": 1}
-        reply = httpx.post(f"{tool_server.url}/v1/chat/completions", json=body)
-        assert reply.status_code in (200, 400), reply.text
-    assert reply.status_code == 400
+        reply = httpx.post(f"{tool_server.url}/tokenize", json={"messages": [*HELLO, called]})
+        assert reply.status_code == 200, reply.text
 
 
 @pytest.mark.parametrize("place", ["$defs/kind", "definitions/kind", "properties/first"])
@@ -643,13 +641,6 @@ def test_numbers_that_are_not_finite_are_refused_wherever_they_stand(server, pat
     reply = httpx.post(f"{server.url}/v1/{path}", content=content)
     assert reply.status_code == 400 and reply.json()["error"]["code"] == "invalid_json"
     assert f"numbers must be finite, got {number}" in reply.json()["error"]["message"]
-
-
-def test_numbers_that_are_not_finite_are_refused_in_the_arguments_of_a_call(server):
-    call = {"id": "a", "function": {"name": "f", "arguments": '{"x": 1e400}'}}
-    body = {"messages": [*HELLO, {"role": "assistant", "tool_calls": [call]}]}
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body)
-    assert reply.status_code == 400 and "numbers must be finite, got 1e400" in reply.text
 
 
 def test_a_client_that_leaves_frees_its_row(server):
