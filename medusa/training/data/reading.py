@@ -7,13 +7,16 @@ names, a directory of files or a hub data set id. A row is one of
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
     {"instruction": "...", "input": "...", "output": "..."}
     {"text": "..."}
+    {"prompt": {"role": "prompter", "text": "...", "replies": [...]}}
+    {"message_id": "...", "parent_id": "...", "role": "prompter", "text": "..."}
 
-and other keys are ignored, except: ``finish_reason``, where "length" means that the last answer was cut, so
-nothing may be learned from its end; ``tools`` and ``chat_template_kwargs``, which the chat template gets;
-``system``, which comes before the messages; and beside an instruction ``history``, pairs of a question and an
-answer, and the keys of a message. Messages are read by :mod:`medusa.conversations`: ``reasoning_content`` and
-``tool_calls`` are the model's own words, ``train`` and ``weight`` exclude a message from training. A row that
-cannot be read is an error that names file and row; rows count from 1.
+The last two are trees of messages, as OASST has them. Other keys are ignored, except:
+``finish_reason``, where "length" means that the last answer was cut, so nothing may be learned from its end;
+``tools`` and ``chat_template_kwargs``, which the chat template gets; ``system``, which comes before the
+messages; and beside an instruction ``history``, pairs of a question and an answer, and the keys of a message.
+Messages are read by :mod:`medusa.conversations`: ``reasoning_content`` and ``tool_calls`` are the model's own
+words, ``train`` and ``weight`` exclude a message from training. A text whose row says who speaks is no plain
+text. A row that cannot be read is an error that names file and row; rows count from 1.
 """
 
 from __future__ import annotations
@@ -40,6 +43,14 @@ from medusa.conversations import (
     refuse_beside_messages,
     refuse_beside_text,
     template_options,
+)
+from medusa.training.data.message_trees import (
+    TreeMessage,
+    conversations_of,
+    is_message_of_tree,
+    is_tree,
+    joined_trees,
+    tree_in,
 )
 
 FILE_TYPES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
@@ -69,8 +80,19 @@ def read_examples(sources: Sequence[str], split: str = "train") -> Iterator[Exam
         ValueError: a file of an unknown type, or a row that cannot be read.
     """
     for source in expanded(sources):
+        of_trees: list[TreeMessage] = []
         for number, row in enumerate(_rows(source, split), start=1):
-            yield parse_row(row, f"{source} row {number}")
+            origin = f"{source} row {number}"
+            if is_message_of_tree(row):
+                of_trees.append(TreeMessage.read(row, origin))
+            elif is_tree(row):
+                given = template_options(row, origin)
+                for messages in conversations_of(tree_in(row["prompt"], origin)):
+                    yield Example(origin, messages, template_options=given)
+            else:
+                yield parse_row(row, origin)
+        for first in joined_trees(of_trees):
+            yield from (Example(first.origin, messages) for messages in conversations_of(first))
 
 
 def expanded(sources: Sequence[str]) -> list[str]:
