@@ -163,7 +163,10 @@ class Renderer:
             return self._skip("an answer without the reasoning that the template opens")
         is_raw = _CLOSING.search(content) is not None  # reasoning and answer in one, as they were decoded
         if not (reasoning or calls) and (is_raw or not (continues and between.strip())):
-            return prompt, message["content"] + ("" if is_cut else self._end_of_turn)
+            # a blank that the template writes before an answer is the model's word: decoded, it may be gone
+            is_blank = continues and content and not between.strip() and not message["content"][0].isspace()
+            answer = (between if is_blank else "") + message["content"]
+            return prompt, answer + ("" if is_cut else self._end_of_turn)
         if not continues:
             return self._skip("an answer that the template writes otherwise than the model")
         answer = shown[len(prompt) :].rstrip()
@@ -233,7 +236,8 @@ TEXTS_AT_ONCE = 512
 def tokenise(tokenizer: Any, texts: Iterable[RenderedText]) -> Iterator[Document]:
     """One document per text, tokenised as a whole, in order.
 
-    A token is a label when all of it is in a range that the model wrote.
+    A token is a label when all of it is in a range that the model wrote, without the blanks around it that
+    marks such as Phi-3's ``<|end|>`` cover.
 
     Raises:
         ValueError: the tokenizer cannot say which characters a token covers.
@@ -243,6 +247,8 @@ def tokenise(tokenizer: Any, texts: Iterable[RenderedText]) -> Iterator[Document
             f"{type(tokenizer).__name__} cannot tell which characters a token covers, which the label mask "
             "needs; load a fast tokenizer"
         )
+    added = tokenizer.added_tokens_decoder.items()
+    marks = np.array([token for token, each in added if each.lstrip or each.rstrip], dtype=np.int64)
     for special, alike in groupby(texts, key=lambda text: text.add_special_tokens):
         while batch := list(islice(alike, TEXTS_AT_ONCE)):
             encoded = tokenizer(
@@ -258,9 +264,23 @@ def tokenise(tokenizer: Any, texts: Iterable[RenderedText]) -> Iterator[Document
                 ends = np.maximum.accumulate(np.asarray(offsets).reshape(-1, 2)[:, 1])
                 starts = np.concatenate([[0], ends[:-1]])
                 mask = np.zeros(len(ends), dtype=bool)
+                starts, ends = _without_blanks(text.text, np.asarray(ids), starts, ends, marks)
                 for start, end in text.written:
                     mask |= (starts >= start) & (ends <= end) & (ends > start)
                 yield Document(np.asarray(ids, dtype=np.int32), mask)
+
+
+def _without_blanks(
+    text: str, ids: np.ndarray, starts: np.ndarray, ends: np.ndarray, marks: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The first and last characters of tokens (T,) in ``text``, without the blanks that the tokens ``marks``
+    cover."""
+    starts, ends = starts.copy(), ends.copy()
+    for place in np.flatnonzero(np.isin(ids, marks)):
+        covered = text[starts[place] : ends[place]]
+        starts[place] += len(covered) - len(covered.lstrip())
+        ends[place] -= len(covered) - len(covered.rstrip())
+    return starts, ends
 
 
 def _answer_indices(messages: Sequence[Message]) -> Iterator[int]:
