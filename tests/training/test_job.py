@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_training import configuration_of, counting_rows, save_tiny_base, write_rows
+from tiny_training import configuration_of, counting_rows, save_tiny_base, tiny_base, write_rows
 
 from medusa import load_heads
 from medusa.files import locked
@@ -115,6 +115,40 @@ def test_resume_auto_goes_on_before_there_was_a_checkpoint_and_refuses_other_run
     (tmp_path / "other" / "notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match=r"exists and is not empty.*--overwrite.*--resume auto"):
         train(resume="auto", output_dir=tmp_path / "other")
+
+
+@pytest.mark.parametrize("change", ["weights", "configuration"])
+def test_a_run_on_another_base_is_not_resumed(train, place, tmp_path, change):
+    base = tmp_path / "base"
+    shutil.copytree(place / "base", base)
+    options: dict[str, Any] = {"base": base, "resume": "auto"}
+    run = train(**options)
+    assert json.loads((run.checkpoints / "step-00000004" / "run.json").read_text())["base"].keys() == {
+        "weights",
+        "configuration",
+    }
+    if change == "weights":
+        other = tiny_base()
+        with torch.no_grad():
+            other.model.layers[0].mlp.down_proj.weight[3, 5] += 1  # the LM head is the same
+        other.save_pretrained(base)
+    else:
+        config = json.loads((base / "config.json").read_text())
+        config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 77.0
+        (base / "config.json").write_text(json.dumps(config))
+    before = contents(run.path)
+    with pytest.raises(ValueError, match=f"the base has changed since the run in .* began.*{change} was"):
+        train(**options, max_steps=8)
+    assert {path for path in before if "heads" in path} <= contents(run.path).keys()
+
+
+def test_a_run_goes_on_with_its_base_in_another_version_of_transformers(train, place, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(place / "base", base)
+    train(base=base, resume="auto")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"transformers_version": "99", "dtype": "float32"}))
+    assert len(losses(train(base=base, resume="auto", max_steps=6))) == 6
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -47,6 +47,7 @@ from medusa.training.run.processes import (
     wrap,
 )
 from medusa.training.run.run_directory import RunDirectory, provenance
+from medusa.training.states.stored import written_identity
 from medusa.trees.candidate_tree import CandidateTree
 
 Position = tuple[list[MicroBatch], int, int]
@@ -108,6 +109,7 @@ class Trainer:
             micro_batches=options.gradient_accumulation_steps,
             sharding=accelerator.distributed_type.value,
             documents=self.training.digest(),
+            base=written_identity(self.base),
             remedies={key: values[key] for key in MEMORY_KEYS},
         )
         self.hosts = HostGroup(accelerator, configuration.run.timeout_minutes)

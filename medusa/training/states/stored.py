@@ -270,12 +270,25 @@ def _identity_of(base: CausalLM) -> dict[str, str]:
     in memory its LM head is known. The configuration includes rotary settings, windows and scales.
     """
     config, directory = base.config.to_dict(), Path(base.name_or_path)
-    settings = {key: each for key, each in config.items() if key not in _NOT_THE_MODEL and key[:1] != "_"}
     weights = digest_of_weights(directory) if base.name_or_path and directory.is_dir() else None
     if (commit := getattr(base.config, "_commit_hash", None)) is not None:
         weights = f"commit {commit}"
-    configuration = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
     return {
         "weights": weights or f"sample {BaseFingerprint.of(base).sample}",
-        "configuration": configuration,
+        "configuration": _digest_of_settings(config),
     }
+
+
+def written_identity(base: CausalLM) -> dict[str, str]:
+    """The same of the files of ``base``, which a newer ``transformers`` does not change."""
+    found, directory = _identity_of(base), Path(base.name_or_path)
+    if base.name_or_path and (directory / "config.json").is_file():
+        found["configuration"] = _digest_of_settings(read_json(directory / "config.json"))
+    elif found["weights"].startswith("commit "):
+        del found["configuration"]
+    return found
+
+
+def _digest_of_settings(config: Mapping[str, Any]) -> str:
+    settings = {key: each for key, each in config.items() if key not in _NOT_THE_MODEL and key[:1] != "_"}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
