@@ -381,7 +381,6 @@ WRONG = [
     ({"messages": HELLO, "n": True}, "n"),
     ({"messages": HELLO, "n": 0}, "n"),
     ({"messages": HELLO, "max_tokens": 0}, "max_tokens"),
-    ({"messages": HELLO, "max_completion_tokens": 99999}, "max_completion_tokens"),
     ({"messages": HELLO, "stop": ["a"] * 99}, "stop"),
     ({"messages": HELLO, "logit_bias": {"x": 1}}, "logit_bias"),
     ({"messages": HELLO, "logit_bias": {"99999": 1}}, "logit_bias"),
@@ -598,11 +597,49 @@ def grows_too_large(_processor) -> None:
     raise GrammarFailed("too many items")
 
 
+@pytest.mark.parametrize("options", [{}, {"max_new_tokens": 200}, {"cache_mib": 1}], ids=str)
+@pytest.mark.parametrize("asks", [512, 10**9])
+def test_an_answer_ends_where_the_room_for_it_does(options, asks):
+    """512 is what clients ask for by default, and all that the smaller base has."""
+    with running(chat_model(context=4096 if "cache_mib" in options else 512), **options) as server:
+        most = server.service.max_tokens
+        assert 512 < most < 4096 if "cache_mib" in options else most == 512
+        body = {"prompt": [5] * (most - 300), "ignore_eos": True, "temperature": 0, "max_tokens": asks}
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+        assert reply["choices"][0]["finish_reason"] == "length"
+        assert reply["usage"]["completion_tokens"] == options.get("max_new_tokens", 300)
+        body["prompt"] = [5] * most
+        error = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+
+
+def test_a_full_context_is_told_in_the_words_that_clients_look_for(server):
+    """LiteLLM and LangChain know it by these, in any case of letters."""
+    for path, body, param in (
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 90_000}]}, "messages"),
+        ("completions", {"prompt": [5] * 512}, "prompt"),
+        ("responses", {"input": "x" * 600}, "input"),
+        (
+            "completions",
+            {"prompt": "x", "prediction": {"type": "content", "content": "x" * 600}},
+            "prediction",
+        ),
+    ):
+        reply = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
+        error = reply.json()["error"]
+        assert reply.status_code == 400
+        assert "This model's maximum context length is 512 tokens" in error["message"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+
+
 def test_other_refusals_are_in_the_same_form(server):
     client = client_of(server)
     with pytest.raises(openai.NotFoundError, match="the model 'gpt' is not here; there is 'tiny'"):
         chat(server, model="gpt")
-    with pytest.raises(openai.BadRequestError, match="context is 512 tokens, and the prompt has 600"):
+    with pytest.raises(
+        openai.BadRequestError, match="maximum context length is 512 tokens, and the prompt has 600"
+    ):
         client.completions.create(model="tiny", prompt=[5] * 600)
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
