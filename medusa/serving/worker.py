@@ -237,6 +237,7 @@ class Worker:
         answer.num_tokens += num_new
         answer.drafted.update(output.drafted)
         answer.accepted.update(output.depths[:num_new])
+        self.metrics.drafted(output.num_drafted, filter(None, output.depths[:num_new]))
         if text.is_stopped and reason is None:
             self.batches[answer.is_plain].cancel(row)
         if text.is_stopped:

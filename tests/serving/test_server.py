@@ -731,6 +731,45 @@ def test_tokens_behind_a_stop_string_are_not_counted_in_the_metrics(server):
     assert metrics_of(server)["generation_tokens_total"] - before == num_told
 
 
+def test_metrics_of_drafting_are_those_that_clients_are_told():
+    def drafting(server) -> list[float]:
+        values = metrics_of(server)
+        names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+        return [values[f"spec_decode_{name}_total"] for name in names]
+
+    with running(chat_model(), allow_plain=True) as server:
+        told, steps = [0, 0], 0
+        for more in (
+            {},
+            {"stop": "e"},
+            {"n": 3},
+            {"max_tokens": 3},
+            {"max_tokens": 4},
+            {"medusa_plain": True},
+        ):
+            body = {"prompt": "Hello", "max_tokens": 40, "ignore_eos": True, "seed": 0, **more}
+            reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+            told = [
+                before + sum(reply["usage"]["medusa"][name])
+                for before, name in zip(told, ("drafted_per_depth", "accepted_per_depth"), strict=True)
+            ]
+            steps += reply["usage"]["medusa"]["num_steps"]
+        drafts, *tokens = drafting(server)
+        assert tokens == told and told[1] > 0
+        assert 0 < drafts <= min(tokens[0], steps)
+        values = metrics_of(server)
+        positions = [value for name, value in values.items() if "accepted_tokens_per_pos_total" in name]
+        assert sum(positions) == told[1]
+
+
+def test_a_step_that_drafted_nothing_is_no_draft():
+    with running(chat_model(), plain=True) as server:
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": "Hello", "max_tokens": 9}, timeout=60)
+        values = metrics_of(server)
+        assert values["generation_tokens_total"] > 1
+        assert values["spec_decode_num_drafts_total"] == values["spec_decode_num_draft_tokens_total"] == 0
+
+
 def test_metrics_count_what_was_done(server):
     client_of(server).completions.create(model="tiny", prompt="Hello", max_tokens=20, temperature=0)
     values = metrics_of(server)
