@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import http.client
 import json
 import logging
@@ -631,6 +632,47 @@ def test_a_full_context_is_told_in_the_words_that_clients_look_for(server):
         assert reply.status_code == 400
         assert "This model's maximum context length is 512 tokens" in error["message"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+
+
+LETTERS = {str(each): 100 for each in TOKENIZER("abcdefgh")["input_ids"]}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("num_letters", [1, 2, 5])
+def test_logprobs_have_nothing_of_the_stop_string_that_ended_the_answer(server, streams, num_letters):
+    body = {"max_tokens": 40, "logit_bias": LETTERS, "seed": 1, "logprobs": True}
+    whole = chat(server, **body).choices[0]
+    for start in range(0, 30, 3):
+        stop = whole.message.content[start : start + num_letters]
+        text = whole.message.content.partition(stop)[0]
+        asked = {**body, "stop": stop, "prediction": {"type": "content", "content": whole.message.content}}
+        if streams:
+            told, entries = "", []
+            for chunk in chat(server, **asked, stream=True):
+                told += chunk.choices[0].delta.content or ""
+                entries += chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else []
+                spelt = "".join(entry.token for entry in entries)
+                assert spelt == told, "each chunk has the log-probabilities of its text"
+        else:
+            choice = chat(server, **asked).choices[0]
+            told, entries = choice.message.content, choice.logprobs.content
+        assert told == text
+        assert "".join(entry.token for entry in entries) == text
+        shown = whole.logprobs.content[: len(entries)]
+        assert [entry.logprob for entry in entries] == pytest.approx(
+            [entry.logprob for entry in shown], abs=1e-3
+        )
+
+
+def test_a_compressed_body_is_refused_with_a_word(server):
+    body = gzip.compress(json.dumps({"messages": HELLO, "max_tokens": 1}).encode())
+    for path in ("chat/completions", "completions", "responses"):
+        reply = httpx.post(f"{server.url}/v1/{path}", content=body, headers={"Content-Encoding": "gzip"})
+        assert reply.status_code == 415 and reply.json()["error"]["code"] == "compressed_body"
+        assert "send the JSON as it is" in reply.json()["error"]["message"]
+    as_it_is = {"Content-Encoding": "identity"}
+    reply = httpx.post(f"{server.url}/tokenize", json={"prompt": "a"}, headers=as_it_is)
+    assert reply.status_code == 200
 
 
 def test_other_refusals_are_in_the_same_form(server):
