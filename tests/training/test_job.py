@@ -228,6 +228,33 @@ def test_sigterm_leaves_a_checkpoint_and_a_status_of_its_own(train, tmp_path, mo
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_a_stop_in_a_step_with_an_evaluation_leaves_that_evaluation_to_the_run_that_goes_on(
+    train, tmp_path, monkeypatch
+):
+    do_step, options = Trainer._step, {"evaluation_steps": 1, "replayed_documents": 4, "max_steps": 5}
+
+    def stopped(trainer: Trainer, *arguments: Any) -> None:
+        do_step(trainer, *arguments)
+        if trainer.state.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def evaluations(run: RunDirectory) -> list[dict[str, float]]:
+        return [entry for entry in run.logged_metrics() if "held_out/loss" in entry]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", stopped)
+        with pytest.raises(SystemExit):
+            train(resume="auto", **options)
+    run, whole = train(resume="auto", **options), RunDirectory(tmp_path / "whole")
+    train(output_dir=whole.path, **options)
+    assert [entry["step"] for entry in evaluations(run)] == [1, 2, 3, 4, 5]
+    assert evaluations(run) == evaluations(whole)
+    best, expected = (load_heads(each.best) for each in (run, whole))
+    assert best.provenance["training"]["steps"] == expected.provenance["training"]["steps"]
+    for name, weight in expected.heads.state_dict().items():
+        assert torch.equal(best.heads.state_dict()[name], weight)
+
+
 def test_sigterm_while_the_run_is_set_up_ends_it_with_the_same_status(train, monkeypatch):
     monkeypatch.setattr(job, "tokenised", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as ended:
