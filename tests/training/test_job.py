@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_training import configuration_of, counting_rows, save_tiny_base, tiny_base, write_rows
 
 from medusa import load_heads
@@ -253,6 +254,22 @@ def test_a_stop_in_a_step_with_an_evaluation_leaves_that_evaluation_to_the_run_t
     assert best.provenance["training"]["steps"] == expected.provenance["training"]["steps"]
     for name, weight in expected.heads.state_dict().items():
         assert torch.equal(best.heads.state_dict()[name], weight)
+
+
+def test_stored_states_that_were_damaged_are_stored_again_after_a_word(train, tmp_path, capsys):
+    options = {"cache_hidden_states": True, "resume": "auto"}
+    run = train(**options)
+    shards = sorted(run.states.glob("*/0*.safetensors"))
+    before = [load_file(path)["states"].clone() for path in shards]  # else it is mapped
+    assert len(shards) >= 2
+    for path in shards:
+        path.write_bytes(path.read_bytes()[:-40] + bytes(40))
+    train(**options, max_steps=6)
+    said = capsys.readouterr().err.replace("\n", "")
+    for path in shards:
+        assert f"{path} has other bytes than were written: its states are stored again" in said
+    for path, states in zip(shards, before, strict=True):
+        assert torch.equal(load_file(path)["states"], states)
 
 
 def test_sigterm_while_the_run_is_set_up_ends_it_with_the_same_status(train, monkeypatch):

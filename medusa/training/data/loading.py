@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import re
+import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, islice
@@ -31,6 +34,7 @@ import numpy as np
 from rich.text import Text
 
 from medusa.conversations import Message, as_template, check_template_kwargs
+from medusa.files import locked, sync
 from medusa.heads.calibration import AnsweredTokens
 from medusa.options import differences
 from medusa.prompts import reasoning_tags
@@ -40,7 +44,7 @@ from medusa.training.data.dataset import (
     Dataset,
     Document,
     Documents,
-    check_dataset,
+    damage_of_dataset,
     name_of,
     read_dataset,
     read_documents,
@@ -378,48 +382,80 @@ def load_data(options: DataOptions, tokenizer: Any) -> Dataset:
         return read_dataset(tokenised(options, tokenizer, Path(directory)))
 
 
-def tokenised(options: DataOptions, tokenizer: Any, directory: Path) -> Path:
-    """The path of the tokenised documents in ``directory``, which are made now if missing; for one process.
+def tokenised(
+    options: DataOptions, tokenizer: Any, directory: Path, say: Callable[[str], object] = lambda text: None
+) -> Path:
+    """The path of the tokenised documents in ``directory``, which are made now if missing or damaged; for one
+    process. ``say`` is told what was damaged.
 
     No more than a batch of rows is in memory at a time.
 
     Raises:
-        FileNotFoundError, ValueError: see :func:`load_data`; or the files there are damaged.
+        FileNotFoundError, ValueError: see :func:`load_data`.
     """
     target = directory / name_of(options, tokenizer)
-    if target.exists():
-        check_dataset(target)
-        return target
-    counts: Counter[str] = Counter()
     directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".rows-") as spool:
-        renderer = Renderer(tokenizer, options.template_kwargs)
-        texts = _rendered(read_examples(options.data, options.data_split), renderer, counts)
-        write_documents(Path(spool, "all"), filtered(tokenise(tokenizer, texts), options, counts))
-        documents = read_documents(Path(spool, "all"))
-        if not len(documents):
-            reasons = ", ".join(f"{count} {name}" for name, count in counts.items())
-            raise ValueError(
-                f"data {options.data} holds nothing to train on ({reasons}); rows need an assistant message "
-                "that answers something, or text"
-                if counts["rows"]
-                else f"data {options.data} holds no rows"
-            )
-        chosen = held_out_indices(documents, options.held_out_fraction, options.max_held_out, options.seed)
-        is_held_out = np.zeros(len(documents), dtype=bool)
-        is_held_out[chosen] = True
-        num_held_out = sum(int(documents[index].is_label.sum()) for index in chosen)
-        counts.update(
-            {
-                "training documents": int((~is_held_out).sum()),
-                "training tokens": documents.num_tokens - int(documents.lengths[chosen].sum()),
-                "training labels": documents.num_labels - num_held_out,
-                "held-out documents": len(chosen),
-                "held-out labels": num_held_out,
-            }
-        )
-        write_dataset(target, documents, is_held_out, dict(counts), renderer.template_options)
+    _remove_abandoned(directory)
+    damage = damage_of_dataset(target) if target.exists() else None
+    if target.exists() and damage is None:
+        return target
+    with tempfile.TemporaryDirectory(dir=directory, prefix=_SPOOL) as spool, locked(Path(spool)):
+        if damage is not None:
+            say(f"{damage}: the data is tokenised again")
+            os.replace(target, Path(spool, "damaged"))
+        written = _tokenise_into(Path(spool), target.name, options, tokenizer)
+        try:
+            os.replace(written, target)
+        except OSError:
+            if not target.exists():  # else another run has written the same meanwhile
+                raise
+        sync(directory)
     return target
+
+
+_SPOOL = ".rows-"
+"""The beginning of a directory's name in which documents are made."""
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Remove what runs that were killed left in ``directory``; what a run works in is locked."""
+    for left in directory.glob(f"{_SPOOL}*"):
+        if not (left / ".lock").exists():
+            continue
+        with suppress(BlockingIOError), locked(left):
+            shutil.rmtree(left)
+
+
+def _tokenise_into(spool: Path, name: str, options: DataOptions, tokenizer: Any) -> Path:
+    """The path of a new dataset called ``name`` in ``spool``."""
+    counts: Counter[str] = Counter()
+    renderer = Renderer(tokenizer, options.template_kwargs)
+    texts = _rendered(read_examples(options.data, options.data_split), renderer, counts)
+    write_documents(spool / "all", filtered(tokenise(tokenizer, texts), options, counts))
+    documents = read_documents(spool / "all")
+    if not len(documents):
+        reasons = ", ".join(f"{count} {name}" for name, count in counts.items())
+        raise ValueError(
+            f"data {options.data} holds nothing to train on ({reasons}); rows need an assistant message "
+            "that answers something, or text"
+            if counts["rows"]
+            else f"data {options.data} holds no rows"
+        )
+    chosen = held_out_indices(documents, options.held_out_fraction, options.max_held_out, options.seed)
+    is_held_out = np.zeros(len(documents), dtype=bool)
+    is_held_out[chosen] = True
+    num_held_out = sum(int(documents[index].is_label.sum()) for index in chosen)
+    counts.update(
+        {
+            "training documents": int((~is_held_out).sum()),
+            "training tokens": documents.num_tokens - int(documents.lengths[chosen].sum()),
+            "training labels": documents.num_labels - num_held_out,
+            "held-out documents": len(chosen),
+            "held-out labels": num_held_out,
+        }
+    )
+    write_dataset(spool / name, documents, is_held_out, dict(counts), renderer.template_options)
+    return spool / name
 
 
 def coloured(document: Document, tokenizer: Any) -> Text:

@@ -165,14 +165,24 @@ class CachedHiddenStates(StatesDirectory):
                 self.write(shard, computed, f"medusa {medusa.__version__}")
             live.finish()
 
+    def damaged(self, shards: Iterable[int]) -> list[tuple[int, str]]:
+        """Those of ``shards`` that are not as they were written, and why."""
+        found = ((shard, self.damage(shard)) for shard in shards)
+        return [(shard, damage) for shard, damage in found if damage is not None]
+
+    def remove(self, damaged: Iterable[tuple[int, str]], line: ProgressReporter) -> None:
+        """Take away ``damaged`` shards, which are then missing; for one process with exclusive access."""
+        for shard, damage in damaged:
+            line.say(f"{self.path(shard)} {damage}: its states are stored again")
+            self.path(shard).unlink(missing_ok=True)
+
     def check(self, shards: Iterable[int]) -> None:
         """Raise ValueError for the first of ``shards`` that is not there or not as it was written."""
-        for shard in shards:
-            if (damage := self.damage(shard)) is not None:
-                raise ValueError(
-                    f"{self.path(shard)} {damage}; delete it, and the same command with --resume auto stores "
-                    "it again. On several machines the directory must be one that all of them see"
-                )
+        for shard, damage in self.damaged(shards):
+            raise ValueError(
+                f"{self.path(shard)} {damage}, although it was stored again; on several machines states_dir "
+                "must be a directory that all of them see"
+            )
 
     def _computed(
         self, shard: int, live: OnlineHiddenStates, options: DataOptions
