@@ -7,6 +7,7 @@ import gzip
 import json
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 from refusals import assert_refused
@@ -232,3 +233,58 @@ def test_a_text_whose_row_says_who_speaks_is_no_plain_text(key):
         lambda: parse_row(row, "x"), ValueError, f"x: text must be the model's own words, and {key} says"
     )
     assert parse_row({"text": "Once upon a time", key: None}, "x").text
+
+
+def save_to_disk(directory, rows):
+    """What the library datasets writes, a stream of batches with two files beside it."""
+    directory.mkdir(parents=True)
+    table = pyarrow.Table.from_pylist(rows)
+    with pyarrow.ipc.new_stream(str(directory / "data-00000-of-00001.arrow"), table.schema) as file:
+        file.write_table(table, max_chunksize=2)
+    (directory / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    (directory / "dataset_info.json").write_text('{"citation": "", "features": {}}')
+
+
+def test_a_folder_of_save_to_disk_is_its_rows(tmp_path):
+    rows = [conversation(f"q{at}", f"a{at}") for at in range(5)]
+    save_to_disk(tmp_path / "one", rows)
+    read = list(read_examples([str(tmp_path / "one")]))
+    assert [each.messages[1]["content"] for each in read] == [f"a{at}" for at in range(5)]
+    for name in ("train", "test"):
+        save_to_disk(tmp_path / "both" / name, [conversation("q", name)])
+    (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    for name in ("train", "test"):
+        (example,) = read_examples([str(tmp_path / "both")], name)
+        assert example.messages[1]["content"] == name
+    table = pyarrow.Table.from_pylist(rows[:2])
+    with pyarrow.ipc.new_file(str(tmp_path / "table.arrow"), table.schema) as file:
+        file.write_table(table)
+    assert len(list(read_examples([str(tmp_path / "table.arrow")]))) == 2
+    (tmp_path / "bad.arrow").write_bytes(b"no table")
+    bad = str(tmp_path / "bad.arrow")
+    assert_refused(lambda: list(read_examples([bad])), ValueError, f"{bad} is not a readable arrow file")
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("train.jsonl", "test.jsonl"),
+        ("train-00000-of-00002.jsonl", "validation-00000-of-00001.jsonl"),
+        ("train/part.jsonl", "dev/part.jsonl"),
+        ("my_train_set.jsonl", "my_eval_set.jsonl"),
+    ],
+)
+def test_a_folder_of_several_splits_gives_one(tmp_path, train, test):
+    for name in (train, test):
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        write_rows(tmp_path / "data" / name, [conversation("q", name)])
+    source = str(tmp_path / "data")
+    for split, name in (("train", train), ("train_sft", train)):
+        assert [each.messages[1]["content"] for each in read_examples([source], split)] == [name]
+    whole = read_examples([str(tmp_path / "data" / "**" / "*.jsonl")])
+    assert len(list(whole)) == 2, "a pattern says which files"
+    write_rows(tmp_path / "data" / "more.jsonl", [conversation("q", "more")])
+    words = f"data {source!r} must hold files of one split ... more.jsonl' of none ... name the files"
+    assert_refused(lambda: expanded([source]), ValueError, words)
+    (tmp_path / "data" / test).unlink()
+    assert len(expanded([source])) == 2, "nothing else tells of a split"

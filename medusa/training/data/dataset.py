@@ -141,7 +141,7 @@ def name_of(options: DataOptions, tokenizer: Any) -> str:
     """
     cut = {key: value for key, value in dataclasses.asdict(options).items() if key not in ONLY_IN_TRAINING}
     sources: list[Any] = []
-    for source in expanded(options.data):
+    for source in expanded(options.data, options.data_split):
         path = Path(source)
         state = path.stat() if path.is_file() else None
         where = str(path.resolve()) if state else source
