@@ -3,7 +3,8 @@
 A message has ``role``, one of system, user, assistant and tool, and ``content``, text. An assistant's message
 may have ``reasoning_content`` and ``tool_calls``, whose arguments are objects; other keys are kept.
 :func:`read_messages` makes this of what other programs write, :func:`as_template` and :func:`as_openai` hand
-it on: most chat templates want arguments as objects, OpenAI's protocol wants them as JSON text.
+it on: most chat templates want arguments as objects, OpenAI's protocol wants them as JSON text. A template
+that writes a call as JSON shows its keys in their order, so calls and tools keep theirs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import functools
 import inspect
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jinja2
@@ -23,6 +24,7 @@ ROLES = {
     "developer": "system",
     "user": "user",
     "human": "user",
+    "prompter": "user",
     "assistant": "assistant",
     "gpt": "assistant",
     "chatgpt": "assistant",
@@ -46,6 +48,8 @@ _IS_TRAINED = ("train", "loss", "weight")
 """Keys of a message that say whether it is trained on: axolotl's, ms-swift's, and OpenAI's, a number."""
 _OF_THE_ANSWER = ("reasoning_content", "thinking", *_IS_TRAINED)
 """Keys of a row with one answer that belong to it."""
+_OF_A_SPEAKER = ("role", "from", "author", "speaker", "parent_id")
+"""Keys of a row that make its text one message of a conversation."""
 _SYSTEM = ("system", "system_prompt")
 """Keys of a row for its system message."""
 _FOR_THE_TEMPLATE = ("tools", "chat_template_kwargs")
@@ -129,8 +133,19 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     check_finite(arguments, f"{where}: arguments of a tool call")
     if not isinstance(arguments, dict):
         raise ValueError(f"{where}: arguments of a tool call must be a JSON object, got {given!r:.80}")
-    told = {"id": call["id"]} if call.get("id") else {}
-    return {**told, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    if function is call:
+        function = {key: value for key, value in call.items() if key not in ("id", "type")}
+        call = {key: call[key] for key in ("id", "type") if key in call}
+    return written_call({**call, "function": {**function, "arguments": arguments}})
+
+
+def written_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """``call``, in the order of its keys, without nulls and with ``type``, which some templates write."""
+    told = {key: value for key, value in call.items() if value is not None}
+    if "type" in told:
+        return told
+    before = {key: told.pop(key) for key in [*told] if key != "function"} if "function" in told else {}
+    return {**before, "type": "function", **told}
 
 
 def _is_trained(turn: Mapping[str, Any], role: str, where: str) -> bool:
@@ -196,29 +211,80 @@ def exchange(row: Mapping[str, Any], question: str, answer: str | None, origin: 
 
 def as_template(messages: Iterable[Message], tokenizer: Any) -> list[Message]:
     """``messages`` as the chat template of ``tokenizer`` reads them, with the reasoning under every name that
-    templates have for it."""
+    templates have for it.
+
+    Arguments of calls that are JSON text become objects for templates that take these. Text that is no
+    object, such as a call that a length limit has cut, stays text; a template that goes through arguments by
+    name, as Qwen3-Coder's does, gets it under the name ``arguments``.
+    """
     found = [
         {**each, "thinking": each["reasoning_content"]} if each.get("reasoning_content") else each
         for each in messages
     ]
-    calls = any(each.get("tool_calls") for each in found)
-    return [*map(_with_text, found)] if calls and _joins(tokenizer, str(tokenizer.chat_template)) else found
+    if not any(each.get("tool_calls") for each in found):
+        return found
+    template = str(tokenizer.chat_template)
+    if _joins(tokenizer, template):
+        return [_with_arguments(each, _as_text) for each in found]
+    takes_text = _takes_text(tokenizer, template)
+    return [_with_arguments(each, lambda given: _as_object(given, takes_text=takes_text)) for each in found]
 
 
 def as_openai(messages: Iterable[Message]) -> list[Message]:
     """``messages`` as OpenAI's protocol writes them, without keys that it does not know."""
     known = (*_OF_OPENAI, "tool_calls")
-    return [_with_text({key: each[key] for key in known if key in each}) for each in messages]
+    written = [
+        _with_arguments({key: each[key] for key in known if key in each}, _as_text) for each in messages
+    ]
+    for call in (call for each in written for call in each.get("tool_calls") or ()):
+        named = {key: call[key] for key in ("id", "type") if key in call}
+        function = {key: call["function"][key] for key in ("name", "arguments")}
+        call.clear()
+        call.update({**named, "function": function})
+    return written
 
 
-def _with_text(message: Message) -> Message:
-    """``message`` with the arguments of its calls as JSON text."""
+def _with_arguments(message: Message, written: Callable[[Any], Any]) -> Message:
+    """``message`` with the arguments of its calls as ``written`` gives them, in their place."""
     if not message.get("tool_calls"):
         return message
     calls = [{**call, "function": dict(call["function"])} for call in message["tool_calls"]]
     for call in calls:
-        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        call["function"]["arguments"] = written(call["function"]["arguments"])
     return {**message, "tool_calls": calls}
+
+
+def _as_text(arguments: Any) -> str:
+    if isinstance(arguments, str):
+        return arguments if arguments.strip() else "{}"
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _as_object(arguments: Any, *, takes_text: bool) -> Any:
+    """The object in ``arguments``; where they are text that holds none, that text."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        found = parsed_json(arguments if arguments.strip() else "{}", "arguments")
+        check_keepable(found, "arguments")
+        check_finite(found, "arguments")
+    except ValueError:
+        found = None
+    if isinstance(found, dict):
+        return found
+    return arguments if takes_text else {"arguments": arguments}
+
+
+def _with_a_call(tokenizer: Any, arguments: Any) -> str:
+    """A conversation with a call of ``arguments``, as the tokenizer's chat template writes it; empty where it
+    refuses them."""
+    call = {"type": "function", "function": {"name": "function", "arguments": arguments}}
+    asked = {"role": "user", "content": "a question"}
+    try:
+        messages = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return tokenizer.apply_chat_template(messages, tokenize=False)
+    except (jinja2.TemplateError, TypeError):
+        return ""
 
 
 @functools.lru_cache(maxsize=8)
@@ -226,18 +292,16 @@ def _joins(tokenizer: Any, template: str) -> bool:
     """Whether ``template``, the tokenizer's own, writes arguments as they are, as DeepSeek's does.
     It must get text, where others write an object as JSON."""
     arguments = {"name": "value"}
-
-    def shown(given: Any) -> str:
-        call = {"type": "function", "function": {"name": "function", "arguments": given}}
-        asked = {"role": "user", "content": "a question"}
-        try:
-            messages = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
-            return tokenizer.apply_chat_template(messages, tokenize=False)
-        except (jinja2.TemplateError, TypeError):
-            return ""
-
-    of_text, of_object = shown(text := json.dumps(arguments)), shown(arguments)
+    of_text = _with_a_call(tokenizer, text := json.dumps(arguments))
+    of_object = _with_a_call(tokenizer, arguments)
     return text in of_text and (not of_object or repr(arguments) in of_object)
+
+
+@functools.lru_cache(maxsize=8)
+def _takes_text(tokenizer: Any, template: str) -> bool:
+    """Whether ``template``, the tokenizer's own, shows arguments that are text and no object."""
+    text = "arguments cut"
+    return text in _with_a_call(tokenizer, text)
 
 
 def _system(row: Mapping[str, Any], origin: str) -> str:
@@ -261,6 +325,12 @@ def refuse_beside_messages(row: Mapping[str, Any], origin: str) -> None:
 def refuse_beside_text(row: Mapping[str, Any], origin: str) -> None:
     """Raise ValueError where ``row`` says something of a conversation beside a text, which is none."""
     refuse_beside_messages(row, origin)
+    if told := next((key for key in _OF_A_SPEAKER if row.get(key) is not None), None):
+        raise ValueError(
+            f"{origin}: text must be the model's own words, and {told} says that somebody speaks, got "
+            f"{row[told]!r:.40}; give the conversation as messages, a tree of messages with message_id, "
+            f"parent_id, role and text in each row, or leave {told} out"
+        )
     if misplaced := [key for key in (*_SYSTEM, "history", *_FOR_THE_TEMPLATE) if row.get(key)]:
         raise ValueError(
             f"{origin}: {misplaced[0]} belongs to a conversation, got it beside text, which is trained on as "

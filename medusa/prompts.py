@@ -99,6 +99,8 @@ def split_reasoning(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]
     """The text of an answer of ``tokens`` to ``prompt``: (reasoning, answer), without the tags and blanks
     between them. Text that does not begin with reasoning is all answer."""
     begin, end = reasoning_tags(tokenizer.chat_template)
+    if not tokenizer.chat_template:
+        return "", _continuation(tokenizer, prompt, tokens)
     text, whole = (tokenizer.decode(tokens, skip_special_tokens=skips) for skips in (True, False))
     if not in_reasoning(tokenizer, prompt, (begin, end)):
         _, mark, whole = whole.partition(begin) if end and whole.lstrip().startswith(begin) else ("",) * 3
@@ -108,6 +110,17 @@ def split_reasoning(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]
     for special in tokenizer.all_special_tokens:
         reasoning, answer = reasoning.replace(special, ""), answer.replace(special, "")
     return (reasoning.strip(), answer.lstrip()) if reasoning.strip() else ("", text)
+
+
+def _continuation(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text of ``tokens`` behind that of ``prompt``: many tokenizers leave out a space at the start."""
+    before = [*prompt[-LAST_TOKENS:]]
+    text, both = (tokenizer.decode(each, skip_special_tokens=True) for each in (before, [*before, *tokens]))
+    return (
+        both.removeprefix(text)
+        if both.startswith(text)
+        else tokenizer.decode(tokens, skip_special_tokens=True)
+    )
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:

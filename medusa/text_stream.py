@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -100,6 +101,9 @@ class AnswerText:
         self._held: list[Piece] = []
         self.is_stopped = False
         """A stop string has come; nothing follows."""
+        self._starts: list[int] = []  # characters before each token
+        self._num_written = self._num_passed = 0  # characters, and those of them that are out
+        self._has_ended = False
 
     def feed(self, tokens: Sequence[int], depths: Sequence[int]) -> tuple[int, list[Piece]]:
         """The number of tokens that belong to the text, and the text that is certain; ``depths`` are the
@@ -111,6 +115,7 @@ class AnswerText:
         for num_fed, (token, depth) in enumerate(zip(tokens, depths, strict=True)):
             if self.is_stopped:
                 return num_fed, pieces
+            self._starts.append(self._num_written)
             mark = self._marks.get(token)
             text = self._stream.feed(token) if mark is None else self._stream.finish() + mark
             if mark is not None:
@@ -124,9 +129,18 @@ class AnswerText:
         """Held-back text, at the end of the answer."""
         if self.is_stopped:
             return []
+        self._has_ended = True
         pieces = self._passed(Piece(self._stream.finish(), 0))
         held, self._held = self._held, []
         return pieces if self.is_stopped else pieces + _shown(held)
+
+    @property
+    def num_told(self) -> int:
+        """The number of tokens, from the first one on, some of whose text is out: of an answer that a stop
+        string ended those before it."""
+        if self._has_ended and not self.is_stopped:
+            return len(self._starts)
+        return bisect_left(self._starts, self._num_passed)
 
     def _passed(self, new: Piece) -> list[Piece]:
         """The pieces of held and ``new`` text that may be emitted; the rest is held."""
@@ -134,15 +148,20 @@ class AnswerText:
             return []
         pieces = [piece for piece in [*self._held, new] if piece.text]
         whole = "".join(piece.text for piece in pieces)
+        self._num_written += len(new.text)
+        num_before = self._num_written - len(whole)
         shown = "".join(piece.text for piece in _shown(pieces))
         found = [at for stop in self._stops if (at := whole.find(stop)) >= 0]
         found += [_place(pieces, at) for stop in self._stops if (at := shown.find(stop)) >= 0]
         if found:
             self.is_stopped, self._held = True, []
+            self._num_passed = num_before + min(found)
             return _shown(_cut(pieces, min(found))[0])
         open_at = [len(whole) - overlap(whole, stop) for stop in self._stops]
         open_at += [_place(pieces, len(shown) - overlap(shown, stop)) for stop in self._stops]
-        passed, self._held = _cut(pieces, min(open_at, default=len(whole)))
+        num_certain = min(open_at, default=len(whole))
+        self._num_passed = num_before + num_certain
+        passed, self._held = _cut(pieces, num_certain)
         return _shown(passed)
 
 

@@ -10,6 +10,7 @@ import pytest
 from fake_endpoint import fake_endpoints
 from tiny_training import chat_tokenizer, write_rows
 
+from medusa.conversations import as_template
 from medusa.prompts import encode_prompt, read_prompts
 from medusa.serving.requests import ChatMessage
 from medusa.training.data.loading import Renderer
@@ -69,9 +70,8 @@ def test_arguments_as_an_object_and_as_text_are_the_same_call_at_every_door(give
     _, call, _ = sent({"messages": messages}, tmp_path)
     (function,) = [each["function"] for each in call["tool_calls"]]
     assert json.loads(function["arguments"]) == {"city": "Oslo", "no": 1}
-    assert (
-        ChatMessage.model_validate(call).as_conversation["tool_calls"][0]["function"]["arguments"]["no"] == 1
-    )
+    (asked,) = as_template([ChatMessage.model_validate(call).as_conversation], chat_tokenizer(TEMPLATE))
+    assert asked["tool_calls"][0]["function"]["arguments"]["no"] == 1
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,12 @@ class Batch:
         if (taken := self._slots(1, length + new)) > self.limits.max_slots:
             raise ValueError(f"{given} must fit max_slots={self.limits.max_slots}, and may take {taken}")
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that a prompt and its answer may have together at most."""
+        most = self.limits.max_slots // GROWTH_STEP * GROWTH_STEP - self._max_nodes
+        return most if self._context is None else min(most, self._context)
+
     def cancel(self, row: Row) -> None:
         """Drop ``row`` wherever it is; nothing happens if it has ended."""
         if row in self.waiting:

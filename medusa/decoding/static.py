@@ -456,6 +456,7 @@ class StaticRows:
                     new[index][given[index] : ends[index]],
                     depths_of(accepted[index])[: kept[index]],
                     has_ended[index] and ends[index] == totals[index],
+                    num_drafted=num_drafted if kept[index] else 0,
                 )
                 for index, row in enumerate(state.rows.rows)
             ]

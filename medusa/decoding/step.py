@@ -92,6 +92,8 @@ class RowOutput:
     drafted: list[int] = field(default_factory=list)
     """The depth of each verified draft token, accepted or not; empty for static steps, which do not copy it
     to the host."""
+    num_drafted: int = 0
+    """Verified draft tokens."""
 
     @property
     def finish_reason(self) -> str | None:
@@ -496,7 +498,8 @@ def _cut(
         kept, has_ended = state.num_until_end(index, new)
         of_tokens = logprobs[index][:kept] if index in logprobs else None
         depths = depths_of(len(new) - 1)[:kept]
-        outputs.append(RowOutput(row, new[:kept], depths, has_ended, of_tokens, seen.depths[index]))
+        drafted = seen.depths[index]
+        outputs.append(RowOutput(row, new[:kept], depths, has_ended, of_tokens, drafted, len(drafted)))
     return StepOutput(outputs, draft.topology.max_depth, draft.topology.num_nodes - 1, num_replayed)
 
 

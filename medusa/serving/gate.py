@@ -104,6 +104,14 @@ class Gate:
             scope["state"]["owner"] = known.index(True)
         if self.num_under_way >= MAX_REQUESTS and path not in OPEN_PATHS:
             return overloaded()
+        encoding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
+        if encoding not in ("", "identity"):
+            return RequestError(
+                f"bodies must not be compressed here, got Content-Encoding {encoding[:40]!r}; send the "
+                "JSON as it is",
+                415,
+                code="compressed_body",
+            )
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.access.max_body_bytes:
             return _too_large(self.access.max_body_bytes)

@@ -22,7 +22,6 @@ class _BatchCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         batches = [*self.batches.values()]
-        drafted = self.batches[False]
         used = sum(batch.num_slots for batch in batches) / sum(batch.limits.max_slots for batch in batches)
         gauges = {
             "num_requests_running": (
@@ -38,33 +37,14 @@ class _BatchCollector(Collector):
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(PREFIX + name, text, value=float(value))
-        histogram = list(drafted.statistics.accepted_histogram)
         counters = {
             "prefix_cache_cut": (
                 "Texts that were cut or dropped for lack of memory",
                 sum(batch.prefixes.num_cut for batch in batches),
             ),
-            "spec_decode_num_drafts": (
-                "Steps of rows that guessed",
-                _reached(histogram, 0) - drafted.statistics.num_paused,
-            ),
-            "spec_decode_num_draft_tokens": ("Draft tokens verified", drafted.num_drafted),
-            "spec_decode_num_accepted_tokens": ("Draft tokens accepted", drafted.statistics.num_accepted),
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(PREFIX + name, text, value=float(value))
-        per_position = CounterMetricFamily(
-            f"{PREFIX}spec_decode_num_accepted_tokens_per_pos",
-            "The same by depth, from 0",
-            labels=["position"],
-        )
-        for depth in range(1, len(histogram)):
-            per_position.add_metric([str(depth - 1)], float(_reached(histogram, depth)))
-        yield per_position
-
-
-def _reached(histogram: list[int], depth: int) -> int:
-    return sum(histogram[depth:])
 
 
 class ServerMetrics:
@@ -92,6 +72,20 @@ class ServerMetrics:
         self._reused = Counter(
             f"{PREFIX}prefix_cache_hits", "Tokens of prompts that were not read again", registry=self.registry
         )
+        self._drafts, self._draft_tokens, self._accepted = (
+            Counter(f"{PREFIX}spec_decode_num_{name}", text, registry=self.registry)
+            for name, text in (
+                ("drafts", "Steps of answers that guessed"),
+                ("draft_tokens", "Draft tokens verified"),
+                ("accepted_tokens", "Draft tokens that are in answers"),
+            )
+        )
+        self._accepted_per_position = Counter(
+            f"{PREFIX}spec_decode_num_accepted_tokens_per_pos",
+            "The same by depth, from 0",
+            ["position"],
+            registry=self.registry,
+        )
         self._ended = Counter(
             f"{PREFIX}request_success",
             "Answers by how they ended",
@@ -111,6 +105,17 @@ class ServerMetrics:
         for _ in range(num_tokens):
             self._between.observe(seconds / num_tokens)
         self._generated.inc(num_tokens)
+
+    def drafted(self, num_drafted: int, accepted: Iterable[int]) -> None:
+        """A step of an answer has verified ``num_drafted`` draft tokens, and ``accepted`` are the depths of
+        those that are in the answer."""
+        if not num_drafted:
+            return
+        self._drafts.inc()
+        self._draft_tokens.inc(num_drafted)
+        for depth in accepted:
+            self._accepted.inc()
+            self._accepted_per_position.labels(depth - 1).inc()
 
     def ended(self, reason: str) -> None:
         self._ended.labels(reason).inc()

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -20,11 +20,15 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     StrictBool,
     field_validator,
     model_validator,
 )
 from transformers import PreTrainedTokenizerBase
+
+from medusa.conversations import written_call
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 512
 MAX_CHOICES = 16
@@ -117,6 +121,20 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow")
     passes_extra_fields: ClassVar[bool] = False
     """Fields that are not named here are for the chat template."""
+    _as_sent: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keeping_what_came(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        made = handler(given)
+        if isinstance(given, dict):
+            made._as_sent = given
+        return made
+
+    @property
+    def as_sent(self) -> dict[str, Any]:
+        """The part as it came, in the order of its keys, which a chat template may show to the model."""
+        return self._as_sent
 
     @model_validator(mode="before")
     @classmethod
@@ -347,21 +365,7 @@ class CalledFunction(Body):
 
     name: str
     arguments: str
-    """JSON."""
-
-    @field_validator("arguments")
-    @classmethod
-    def _object(cls, given: str) -> str:
-        given = given if given.strip() else "{}"  # so clients write a call without arguments
-        try:
-            is_object = isinstance(json_value(given), dict)
-        except NotFinite:
-            raise
-        except (ValueError, RecursionError):
-            is_object = False
-        if not is_object:
-            raise ValueError("must be a JSON object, as text")
-        return given
+    """JSON, unless a length limit cut it or the model wrote something else."""
 
 
 class GivenCall(Body):
@@ -375,6 +379,8 @@ class GivenCall(Body):
 class ChatMessage(Body):
     """One message of a conversation."""
 
+    passes_extra_fields = True
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
@@ -385,27 +391,34 @@ class ChatMessage(Body):
     """The same, as newer clients write it."""
 
     @property
+    def beside(self) -> list[str]:
+        """The fields that only a chat template may read."""
+        return [name for name, value in (self.model_extra or {}).items() if value is not None]
+
+    @property
     def needs_tools(self) -> bool:
         """Whether only a chat template that knows tools can render it."""
         return self.role == "tool" or bool(self.tool_calls)
 
     @property
     def as_conversation(self) -> dict[str, Any]:
-        """In the form of :mod:`medusa.conversations`: arguments of calls as objects."""
-        role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": text_of(self.content)}
-        if self.name is not None:
-            message["name"] = self.name
-        if (thought := self.reasoning_content or self.reasoning) is not None:
-            message["reasoning_content"] = thought
-        if self.tool_calls:
-            calls = [call.model_dump() for call in self.tool_calls]
-            for call in calls:
-                call["function"]["arguments"] = json_value(call["function"]["arguments"])
-            message["tool_calls"] = calls
-        if self.role == "tool":
-            message |= {"name": self.name, "tool_call_id": self.tool_call_id}
-        return message
+        """In the form of :mod:`medusa.conversations`, with fields in the order in which they came; arguments
+        of calls are text."""
+        message: dict[str, Any] = {}
+        for name, value in self.as_sent.items():
+            if name == "role":
+                message["role"] = "system" if self.role == "developer" else self.role
+            elif name == "content":
+                message["content"] = text_of(self.content)
+            elif name in ("reasoning_content", "reasoning"):
+                if (thought := self.reasoning_content or self.reasoning) is not None:
+                    message["reasoning_content"] = thought
+            elif name == "tool_calls":
+                if value:
+                    message["tool_calls"] = [written_call(call) for call in value]
+            elif value is not None:
+                message[name] = value
+        return {**message, "content": message.get("content", "")}
 
 
 class OfferedFunction(Body):
@@ -495,7 +508,7 @@ class ChatRequest(SharedFields, Rendering):
         """The tools for the chat template."""
         if self.tool_choice == "none":
             return []
-        return [tool.model_dump(exclude_unset=True) for tool in self.tools or []]
+        return [tool.as_sent for tool in self.tools or []]
 
     @property
     def must_call(self) -> list[dict[str, Any]]:
@@ -584,7 +597,9 @@ class TokenizeRequest(Rendering):
     def chat(self) -> ChatRequest:
         """The conversation, as it would be answered."""
         names = {"messages", *Rendering.model_fields}
-        return ChatRequest.model_validate(self.model_dump(include=names, exclude_unset=True))
+        return ChatRequest.model_validate(
+            {name: self.as_sent[name] for name in self.as_sent if name in names}
+        )
 
 
 class DetokenizeRequest(Body):

@@ -21,7 +21,6 @@ from medusa.serving.requests import (
     MAX_PARTS,
     MAX_TOOLS,
     Body,
-    CalledFunction,
     ChatRequest,
     JsonSchema,
     Parameters,
@@ -75,8 +74,6 @@ class InputItem(Body):
         for name in needed[self.type]:
             if getattr(self, name) is None:
                 raise ValueError(f"an item of type {self.type!r} needs {name}")
-        if self.arguments is not None:
-            self.arguments = CalledFunction(name=self.name or "", arguments=self.arguments).arguments
         return self
 
 
@@ -174,10 +171,10 @@ class ResponsesRequest(SharedFields):
             "parallel_tool_calls": self.parallel_tool_calls,
         }
         if self.tools is not None:
-            body["tools"] = [
-                {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_unset=True)}
-                for tool in self.tools
+            functions = [
+                {key: tool.as_sent[key] for key in tool.as_sent if key != "type"} for tool in self.tools
             ]
+            body["tools"] = [{"type": "function", "function": function} for function in functions]
         choice = self.tool_choice
         body["tool_choice"] = (
             {"type": "function", "function": {"name": choice.name}}

@@ -68,6 +68,10 @@ PLAIN_ROWS = 4
 """Answers without guessing that are under way at once, for comparison."""
 
 
+_FULL = "This model's maximum context length is {} tokens"
+"""OpenAI's words, by which clients know that they must shorten a conversation."""
+
+
 def overloaded() -> RequestError:
     """The error without free capacity."""
     text = "the server is busy: the queue is full; try again later"
@@ -312,6 +316,8 @@ class Service:
             }
             if asked.reasoning_effort == "none" and "enable_thinking" in self._template:
                 given.pop("reasoning_effort")
+            beside = {key: f"messages[].{shortened(key)}" for each in asked.messages for key in each.beside}
+            given |= {name: field for name, field in beside.items() if name not in given}
             known = set(re.findall(r"\w+", self._template))
             found += [field for name, field in given.items() if name not in known]
         return found
@@ -336,15 +342,19 @@ class Service:
     @functools.cached_property
     def max_characters(self) -> int:
         """Characters of the longest prompt that can fit, if all its tokens are the longest one."""
-        tokens = min(self.limits.max_slots, self.context or self.limits.max_slots)
-        return tokens * max(map(len, self.tokenizer.get_vocab()))
+        return self.max_tokens * max(map(len, self.tokenizer.get_vocab()))
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that a prompt and its answer may have together at most."""
+        return max(batch.max_tokens for batch in self.worker.batches.values())
 
     def _check_length(self, text: str, param: str) -> None:
         """Refuse a text that is too long before it is tokenised, which takes long."""
         if len(text) > self.max_characters:
             raise RequestError(
-                f"{param} has {len(text)} characters, and at most {self.max_characters} can fit here; "
-                "shorten it",
+                f"{_FULL.format(self.max_tokens)}, and {param} has {len(text)} characters, of which at most "
+                f"{self.max_characters} can fit; shorten it",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -394,9 +404,9 @@ class Service:
             text = text_of(asked.prediction.content)
             self._check_length(text, "prediction")
             expected = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            if len(expected) > (most := min(self.limits.max_slots, self.context or self.limits.max_slots)):
+            if len(expected) > (most := self.max_tokens):
                 raise RequestError(
-                    f"prediction has {len(expected)} tokens, and an answer at most {most}; shorten it",
+                    f"{_FULL.format(most)}, and prediction has {len(expected)}; shorten it",
                     param="prediction",
                     code="context_length_exceeded",
                 )
@@ -482,23 +492,18 @@ class Service:
             raise shutting_down()
 
     def _longest(self, asked: SharedFields, num_prompt: int) -> int:
-        """Tokens that the answer may have."""
-        context, most = self.context, self.options.max_new_tokens
-        room = most if context is None else context - num_prompt
-        name = "max_completion_tokens" if getattr(asked, "max_completion_tokens", None) else "max_tokens"
-        if room < 1 or (asked.longest or 0) > room:
+        """Tokens that the answer may have: what a client asks for, as far as there is room."""
+        most = self.worker.batches[asked.medusa_plain].max_tokens
+        if num_prompt >= most:
             raise RequestError(
-                f"this model's context is {context} tokens, and the prompt has {num_prompt}"
-                + (f", with {name}={asked.longest}" if asked.longest else "")
-                + "; shorten one of them",
-                param="messages" if isinstance(asked, ChatRequest) and room < 1 else name,
+                f"{_FULL.format(most)}, and the prompt has {num_prompt}, which leaves none for an answer; "
+                "shorten it",
+                param="messages" if isinstance(asked, ChatRequest) else "prompt",
                 code="context_length_exceeded",
             )
-        if asked.longest is not None and asked.longest > most:
-            raise RequestError(
-                f"an answer may have {most} tokens here, got {name}={asked.longest}", param=name
-            )
-        return asked.longest or min(room, most)
+        return min(
+            asked.longest or self.options.max_new_tokens, self.options.max_new_tokens, most - num_prompt
+        )
 
     def _check_tokens(self, ids: Sequence[int], param: str) -> None:
         size = vocab_size(self.model.base)

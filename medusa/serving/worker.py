@@ -62,10 +62,20 @@ class Answer:
         self.num_tokens = self.num_steps = 0
         self.drafted, self.accepted = Counter[int](), Counter[int]()
         """Draft tokens by depth, and emitted tokens by depth; 0 for the base model's own."""
+        self._logprobs: list[TokenLogprobs] = []
+        self._num_told = 0
         self.prediction = prediction
         """Tokens that the client expects."""
         self.finish_reason: str | None = None
         """The finish reason of the last update."""
+
+    def told_logprobs(self, new: Sequence[TokenLogprobs] = ()) -> list[TokenLogprobs]:
+        """The log-probabilities that are not told yet, of ``new`` tokens too, as far as their text is out."""
+        self._logprobs += new
+        num_new = min(self.text.num_told - self._num_told, len(self._logprobs))
+        told, self._logprobs = self._logprobs[:num_new], self._logprobs[num_new:]
+        self._num_told += num_new
+        return told
 
 
 class WorkerEnded(RuntimeError):
@@ -237,6 +247,7 @@ class Worker:
         answer.num_tokens += num_new
         answer.drafted.update(output.drafted)
         answer.accepted.update(output.depths[:num_new])
+        self.metrics.drafted(output.num_drafted, filter(None, output.depths[:num_new]))
         if text.is_stopped and reason is None:
             self.batches[answer.is_plain].cancel(row)
         if text.is_stopped:
@@ -244,7 +255,7 @@ class Worker:
         elif reason is not None:
             pieces += text.finish()
             reason = "stop" if text.is_stopped else reason
-        self._send(answer, pieces, (output.logprobs or [])[:num_fed], reason)
+        self._send(answer, pieces, answer.told_logprobs((output.logprobs or [])[:num_fed]), reason)
 
     def _drop(self, answer: Answer) -> None:
         self._active.discard(answer)
@@ -252,7 +263,8 @@ class Worker:
 
     def _end(self, answer: Answer, reason: str) -> None:
         """End an answer that has no more tokens."""
-        self._send(answer, answer.text.finish(), [], reason)
+        pieces = answer.text.finish()
+        self._send(answer, pieces, answer.told_logprobs(), reason)
 
     def _send(
         self, answer: Answer, pieces: list[Piece], logprobs: list[TokenLogprobs], reason: str | None

@@ -103,10 +103,10 @@ class DataOptions(TemplateOptions):
     """Training data and batching."""
 
     data: list[str] = field(default_factory=list)
-    """Data, one or several: .jsonl, .json, .jsonl.gz, .json.gz or .parquet files, patterns of file names, as
-    'answers/*.jsonl', directories, and hub ids."""
+    """Data, one or several: .jsonl, .json, .jsonl.gz, .json.gz, .parquet or .arrow files, patterns of file
+    names, as 'answers/*.jsonl', directories, and hub ids."""
     data_split: str = "train"
-    """Split to read of a hub data set."""
+    """Split to read of a hub data set, or of a directory whose file names tell of several."""
     max_length: int = 1024
     """Longest document in tokens; the rest of a longer one is cut off."""
     train_on: Literal["answers", "everything"] = "answers"

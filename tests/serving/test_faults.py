@@ -421,7 +421,7 @@ def test_the_server_answers_others_while_it_reads_a_body(server, text, monkeypat
 def test_a_prompt_that_cannot_fit_is_refused_without_being_tokenised(server, path, prompt):
     error = httpx.post(f"{server.url}/v1/{path}", json=prompt).json()["error"]
     assert error["code"] == "context_length_exceeded" and error["param"] in prompt
-    assert "characters, and at most 6656 can fit here" in error["message"]
+    assert "characters, of which at most 6656 can fit" in error["message"]
 
 
 def test_where_there_is_no_room_nothing_is_prepared(text, monkeypatch):

@@ -47,7 +47,7 @@ def test_a_prediction_that_is_none_is_refused_in_words(server):
         with pytest.raises(openai.BadRequestError, match="prediction"):
             client.chat.completions.create(**ASKED, prediction=wrong)
     long = {"type": "content", "content": "x" * 10**6}
-    with pytest.raises(openai.BadRequestError, match="prediction has 1000000 characters, and at most"):
+    with pytest.raises(openai.BadRequestError, match="prediction has 1000000 characters, of which at most"):
         client.chat.completions.create(**ASKED, prediction=long)
 
 

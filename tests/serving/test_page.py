@@ -212,7 +212,7 @@ def test_who_scrolls_up_or_selects_is_left_alone_while_an_answer_comes(browser, 
     ask(browser, "Hello")
     browser.value("say('A **first** paragraph.\\n\\n'), say('line\\n\\n'.repeat(99) + 'The last li')")
     at_end = "log.scrollHeight - log.scrollTop - log.clientHeight < 2"
-    assert browser.value(f"log.scrollHeight > 2 * log.clientHeight && {at_end}")
+    browser.until(f"log.scrollHeight > 2 * log.clientHeight && {at_end}")
     browser.value("question.blur()")
     browser.value("getSelection().selectAllChildren(document.querySelector('.assistant .body').firstChild)")
     browser.value("log.scrollTop = 40, new Promise(requestAnimationFrame).then(() => null)")
@@ -237,7 +237,7 @@ def test_thoughts_are_folded_away_beside_the_answer_and_not_sent_again(browser, 
     browser.value("think(' and so.'), say('Good **day**.')")
     assert browser.value("$('status').textContent") == "answering"
     shown = "Thoughts\nHm, <b>bold</b> and so.\nGood day."
-    assert browser.value(f"{reasoning_tags}.open && {box}.innerText.replace(/\\n+/g, '\\n')") == shown
+    browser.until(f"{reasoning_tags}.open && {box}.innerText.replace(/\\n+/g, '\\n') === {json.dumps(shown)}")
     browser.value("end()")
     answered(browser, 1)
     assert browser.value("messages[1].content") == "Good **day**."
@@ -425,3 +425,129 @@ def test_the_page_says_what_it_may_load(server):
         assert script.status_code == 200 and script.headers["content-type"].startswith("text/javascript")
         assert script.headers["x-content-type-options"] == "nosniff"
     assert httpx.get(f"{server.url}/vendor/README.md").status_code == 404
+
+
+TABLE = (
+    "| river | mouth | length | sources |\n|---|---|---|---|\n| Danube | Mediterranean | 2,850 | Germany |\n"
+)
+LONG = {
+    "paragraphs": "Some **bold** text with `code` in it.\n\n" * 600,
+    "a nested list": "".join("  " * (at % 8) + "- item\n" for at in range(1800)),
+    "a table": "| a | b |\n|---|---|\n" + "| 1 | 2 |\n" * 2500,
+}
+
+
+def test_a_table_on_a_phone_keeps_its_words_and_scrolls(browser):
+    browser.send("Emulation.setDeviceMetricsOverride", **PHONE)
+    say(browser, TABLE)
+    line = "parseFloat(getComputedStyle(document.querySelector('td')).lineHeight)"
+    assert browser.value(
+        f"[...document.querySelectorAll('td')].every((td) => td.clientHeight < 1.8 * {line})"
+    )
+    assert browser.value("document.documentElement.scrollWidth <= 360 && log.scrollWidth <= log.clientWidth")
+    table = "document.querySelector('.body table')"
+    assert browser.value(f"{table}.scrollWidth > {table}.clientWidth")
+
+
+@pytest.mark.parametrize("text", ["```\n" + "x" * 400 + "\n```", TABLE.replace("Danube", "x" * 400)])
+def test_what_scrolls_is_reached_by_the_keyboard(browser, text):
+    say(browser, text)
+    browser.value("document.querySelector('.assistant button').focus()")
+    browser.press("Tab", 9)
+    assert browser.value("['pre', 'table'].includes(document.activeElement.localName)")
+
+
+def test_text_that_is_read_from_the_right_begins_there(browser):
+    texts = ["مرحبا بالعالم", "שלום עולם", "Hello"]
+    for text in texts:
+        say(browser, f"{text}\n\n- {text}\n\n> {text}\n\n# {text}\n\n| {text} |\n|---|\n| {text} |")
+        directions = browser.value(
+            "[...document.querySelectorAll('.assistant .body :is(p, ul, h1, td)')]"
+            ".map((each) => getComputedStyle(each).direction)"
+        )
+        assert set(directions) == {"ltr" if text == "Hello" else "rtl"}
+    said = {"role": "assistant", "content": "x", "pieces": [[texts[0], 1]], "thought": texts[1]}
+    browser.value(
+        f"messages = [{{role: 'user', content: {json.dumps(texts[0])}}}, {json.dumps(said)}], draw()"
+    )
+    for each in (".user .body", ".thought .raw"):
+        assert browser.value(f"getComputedStyle(document.querySelector('{each}')).unicodeBidi") == "plaintext"
+    browser.value("$('question').value = messages[0].content")
+    assert browser.value("getComputedStyle($('question')).direction") == "rtl"
+    say(browser, "- one\n- שלום")
+    assert browser.value("log.scrollWidth <= log.clientWidth"), "no mark stands beside the page"
+
+
+def test_what_is_done_and_what_is_not_look_different(browser):
+    say(browser, "- [x] done\n- [ ] open")
+    shown = "[...document.querySelectorAll('.assistant li')].map((each) => each.innerText)"
+    assert browser.value(shown) == ["☑ done", "☐ open"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "colours"), [*((kind, False) for kind in LONG), ("paragraphs", True)], ids=str
+)
+def test_a_long_answer_leaves_the_page_time_while_it_comes_and_looks_as_when_it_is_whole(
+    browser, kind, colours
+):
+    browser.value(BY_HAND)
+    ask(browser, "Hello")
+    browser.value(f"$('colours').checked = {json.dumps(colours)}, window.text = {json.dumps(LONG[kind])}")
+    busy = browser.value(
+        """new Promise((done) => { let at = 0, busy = 0; const began = performance.now();
+        const step = () => {
+          const from = performance.now();
+          say(text.slice(at, at += 80));
+          busy += performance.now() - from;
+          if (at < text.length) setTimeout(step, 0); else done(busy / (text.length / 80));
+        }; step(); })"""
+    )
+    assert busy < 60, f"{busy:.0f} ms for each chunk of 80 characters"
+    browser.value("end()")
+    answered(browser, 1)
+    assert browser.value("messages[1].content === text")
+    streamed = browser.value("document.querySelector('.assistant .body').innerHTML")
+    browser.value("boxes.delete(messages[1]), draw()")
+    assert browser.value("document.querySelector('.assistant .body').innerHTML") == streamed
+
+
+CHANGING = (
+    "1. one\n\n2. two\n\npara\n\ntitle\n===\n\n- a\n\n- b\n\n  c\n\n| a |\n|---|\n| 1 |\n\n"
+    "```\nx\n\ny\n```\n\n> q\n\nlast\n\n    code\n\nend"
+)
+
+
+def test_blocks_that_later_text_changes_are_drawn_anew(browser):
+    browser.value(BY_HAND)
+    browser.value(
+        """window.plain = (box) => box.innerText.replace(/\\s+/g, ' ').trim();
+        window.anew = () => {
+          const box = node('div', undefined, 'body'); box.append(markdown(messages[1].content));
+          document.body.append(box); const text = plain(box); box.remove(); return text;
+        }; null"""
+    )
+    ask(browser, "Hello")
+    for letter in CHANGING:
+        browser.value(f"say({json.dumps(letter)})")
+        browser.until("plain(document.querySelector('.assistant .body')) === anew()", seconds=10)
+    browser.value("end()")
+
+
+def test_on_the_smallest_screen_the_answers_have_most_of_it(browser):
+    browser.send(
+        "Emulation.setDeviceMetricsOverride", width=320, height=256, deviceScaleFactor=1, mobile=True
+    )
+    browser.value("$('race').hidden = true")
+    browser.value(BY_HAND)
+    ask(browser, "Hello")
+    browser.value("say('line\\n\\n'.repeat(40) + 'the last line')")
+    browser.until("scrollY > 100")
+    assert browser.value("document.documentElement.scrollWidth <= 320")
+    assert browser.value("$('form').getBoundingClientRect().top >= 160 && innerHeight === 256")
+    last = "document.querySelector('.assistant .body').lastElementChild.getBoundingClientRect()"
+    assert browser.value(f"{last}.top > 0 && {last}.bottom <= $('form').getBoundingClientRect().top")
+    for each in ("question", "send", "stop"):
+        assert browser.value(f"$('{each}').getBoundingClientRect().bottom <= innerHeight")
+    browser.value("end()")
+    answered(browser, 1)
+    assert browser.value("$('form').getBoundingClientRect().top >= 190")

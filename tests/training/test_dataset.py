@@ -6,6 +6,8 @@ import gzip
 import json
 import os
 import resource
+import subprocess
+import sys
 import tracemalloc
 from collections import Counter
 from dataclasses import replace
@@ -15,6 +17,7 @@ import pytest
 from refusals import assert_refused
 from tiny_training import chat_tokenizer, conversation, counting_rows, write_rows
 
+from medusa.files import locked
 from medusa.training.config import DataOptions
 from medusa.training.data import loading
 from medusa.training.data.dataset import Document, Documents, name_of, read_dataset, write_dataset
@@ -68,15 +71,44 @@ def test_documents_are_tokenised_once_and_mapped_from_the_disk(options, tmp_path
         ("checksums.json", lambda raw: b"[]", "is missing or damaged"),
     ],
 )
-def test_documents_that_were_damaged_are_not_taken(options, tmp_path, name, damage, complaint):
+def test_documents_that_were_damaged_are_made_again_after_a_word(options, tmp_path, name, damage, complaint):
     directory = tokenised(options, chat_tokenizer(), tmp_path / "documents")
     path = directory / name
+    whole = {each: each.read_bytes() for each in directory.rglob("*") if each.is_file()}
     if damage is None:
         path.unlink()
     else:
         path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=f"{path}.* {complaint}.*delete {directory}"):
-        tokenised(options, chat_tokenizer(), tmp_path / "documents")
+    told = []
+    assert tokenised(options, chat_tokenizer(), tmp_path / "documents", told.append) == directory
+    (word,) = told
+    assert word.startswith(f"{path}") and complaint in word and "tokenised again" in word
+    assert {each: each.read_bytes() for each in directory.rglob("*") if each.is_file()} == whole
+    assert [each.name for each in (tmp_path / "documents").iterdir()] == [directory.name]
+
+
+def test_what_a_run_that_was_killed_while_tokenising_left_is_removed(options, tmp_path):
+    """A kill that nothing in the process hears of; meanwhile another run works beside it."""
+    program = f"""
+import os, sys
+sys.path[:0] = {sys.path!r}
+from tiny_training import chat_tokenizer
+from medusa.training.config import DataOptions
+from medusa.training.data import loading
+from pathlib import Path
+loading.write_dataset = lambda *_: os.kill(os.getpid(), 9)
+loading.tokenised(DataOptions(data={options.data!r}), chat_tokenizer(), Path({str(tmp_path / "documents")!r}))
+"""
+    killed = subprocess.run([sys.executable, "-c", program], check=False)
+    assert killed.returncode == -9
+    (left,) = (tmp_path / "documents").iterdir()
+    assert (left / "all").is_dir()
+    other = tmp_path / "documents" / ".rows-other"
+    with locked(other):
+        directory = tokenised(options, chat_tokenizer(), tmp_path / "documents")
+        assert {each.name for each in (tmp_path / "documents").iterdir()} == {directory.name, other.name}
+    tokenised(options, chat_tokenizer(), tmp_path / "documents")
+    assert [each.name for each in (tmp_path / "documents").iterdir()] == [directory.name]
 
 
 def test_two_runs_may_tokenise_the_same_data_at_once(options, tmp_path, monkeypatch):

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_training import configuration_of, counting_rows, save_tiny_base, write_rows
+from safetensors.torch import load_file
+from tiny_training import configuration_of, counting_rows, save_tiny_base, tiny_base, write_rows
 
 from medusa import load_heads
 from medusa.files import locked
@@ -117,6 +118,40 @@ def test_resume_auto_goes_on_before_there_was_a_checkpoint_and_refuses_other_run
         train(resume="auto", output_dir=tmp_path / "other")
 
 
+@pytest.mark.parametrize("change", ["weights", "configuration"])
+def test_a_run_on_another_base_is_not_resumed(train, place, tmp_path, change):
+    base = tmp_path / "base"
+    shutil.copytree(place / "base", base)
+    options: dict[str, Any] = {"base": base, "resume": "auto"}
+    run = train(**options)
+    assert json.loads((run.checkpoints / "step-00000004" / "run.json").read_text())["base"].keys() == {
+        "weights",
+        "configuration",
+    }
+    if change == "weights":
+        other = tiny_base()
+        with torch.no_grad():
+            other.model.layers[0].mlp.down_proj.weight[3, 5] += 1  # the LM head is the same
+        other.save_pretrained(base)
+    else:
+        config = json.loads((base / "config.json").read_text())
+        config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 77.0
+        (base / "config.json").write_text(json.dumps(config))
+    before = contents(run.path)
+    with pytest.raises(ValueError, match=f"the base has changed since the run in .* began.*{change} was"):
+        train(**options, max_steps=8)
+    assert {path for path in before if "heads" in path} <= contents(run.path).keys()
+
+
+def test_a_run_goes_on_with_its_base_in_another_version_of_transformers(train, place, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(place / "base", base)
+    train(base=base, resume="auto")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"transformers_version": "99", "dtype": "float32"}))
+    assert len(losses(train(base=base, resume="auto", max_steps=6))) == 6
+
+
 def contents(directory: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
@@ -192,6 +227,49 @@ def test_sigterm_leaves_a_checkpoint_and_a_status_of_its_own(train, tmp_path, mo
     train(output_dir=tmp_path / "whole")
     assert losses(run) == losses(RunDirectory(tmp_path / "whole"))
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_stop_in_a_step_with_an_evaluation_leaves_that_evaluation_to_the_run_that_goes_on(
+    train, tmp_path, monkeypatch
+):
+    do_step, options = Trainer._step, {"evaluation_steps": 1, "replayed_documents": 4, "max_steps": 5}
+
+    def stopped(trainer: Trainer, *arguments: Any) -> None:
+        do_step(trainer, *arguments)
+        if trainer.state.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def evaluations(run: RunDirectory) -> list[dict[str, float]]:
+        return [entry for entry in run.logged_metrics() if "held_out/loss" in entry]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", stopped)
+        with pytest.raises(SystemExit):
+            train(resume="auto", **options)
+    run, whole = train(resume="auto", **options), RunDirectory(tmp_path / "whole")
+    train(output_dir=whole.path, **options)
+    assert [entry["step"] for entry in evaluations(run)] == [1, 2, 3, 4, 5]
+    assert evaluations(run) == evaluations(whole)
+    best, expected = (load_heads(each.best) for each in (run, whole))
+    assert best.provenance["training"]["steps"] == expected.provenance["training"]["steps"]
+    for name, weight in expected.heads.state_dict().items():
+        assert torch.equal(best.heads.state_dict()[name], weight)
+
+
+def test_stored_states_that_were_damaged_are_stored_again_after_a_word(train, tmp_path, capsys):
+    options = {"cache_hidden_states": True, "resume": "auto"}
+    run = train(**options)
+    shards = sorted(run.states.glob("*/0*.safetensors"))
+    before = [load_file(path)["states"].clone() for path in shards]  # else it is mapped
+    assert len(shards) >= 2
+    for path in shards:
+        path.write_bytes(path.read_bytes()[:-40] + bytes(40))
+    train(**options, max_steps=6)
+    said = capsys.readouterr().err.replace("\n", "")
+    for path in shards:
+        assert f"{path} has other bytes than were written: its states are stored again" in said
+    for path, states in zip(shards, before, strict=True):
+        assert torch.equal(load_file(path)["states"], states)
 
 
 def test_sigterm_while_the_run_is_set_up_ends_it_with_the_same_status(train, monkeypatch):

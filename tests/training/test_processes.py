@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -71,10 +74,11 @@ def test_a_launch_that_accumulates_otherwise_than_the_run_is_refused(monkeypatch
         processes.new_accelerator(OptimisationOptions(max_steps=1), RunOptions("out"))
 
 
-def test_a_launcher_that_starts_one_process_instead_of_several_is_found_out(launch_of):
-    """`accelerate launch --cpu --num_processes 2` leaves an address to meet at, and starts one process."""
-    launch_of(0, ACCELERATE_USE_CPU="True", MASTER_PORT="29500")
-    with pytest.raises(ValueError, match=r"--cpu starts a single process.*configs accelerate_ddp"):
+@pytest.mark.parametrize("on_cpu", ["True", "False"], ids=["with --cpu", "without"])
+def test_a_launcher_that_starts_one_process_instead_of_several_is_found_out(launch_of, on_cpu):
+    """`accelerate launch --num_processes 2` leaves an address to meet at, and starts one process on a CPU."""
+    launch_of(0, ACCELERATE_USE_CPU=on_cpu, MASTER_PORT="29500")
+    with pytest.raises(ValueError, match=r"starts a single process.*configs accelerate_ddp"):
         processes.check_launch()
 
 
@@ -173,3 +177,15 @@ def test_every_process_gets_as_many_micro_batches_and_none_gets_lost(num_batches
     shares: Any = [processes.local_shard(batches, each) for each in processes_of_two]
     assert len(shares[0]) == len(shares[1])
     assert sorted(batch for share in shares for batch in share if batch) == batches
+
+
+def test_accelerate_launch_of_two_processes_on_a_cpu_says_that_it_starts_one(tmp_path):
+    """The launcher itself, since nothing but its environment tells."""
+    program = tmp_path / "program.py"
+    program.write_text("from medusa.training.run.processes import check_launch\ncheck_launch()\n")
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes"]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    two = subprocess.run([*launch, "2", program], env=hidden, capture_output=True, text=True, check=False)
+    assert two.returncode != 0 and "starts a single process" in two.stderr
+    one = subprocess.run([*launch, "1", program], env=hidden, capture_output=True, text=True, check=False)
+    assert one.returncode == 0, one.stderr

@@ -7,6 +7,7 @@ import gzip
 import json
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 from refusals import assert_refused
@@ -150,3 +151,140 @@ def test_a_link_to_a_folder_above_repeats_no_file(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}')
     (tmp_path / "circle").symlink_to(tmp_path)
     assert expanded([str(tmp_path / "**" / "*.jsonl")]) == [str(tmp_path / "a.jsonl")]
+
+
+def node(role: str, text: str, *replies: dict) -> dict:
+    return {"role": role, "text": text, "lang": "en", "replies": list(replies)}
+
+
+TREE = node(
+    "prompter",
+    "Q1",
+    node("assistant", "A1", node("prompter", "Q2", node("assistant", "A2"), node("assistant", "A3"))),
+    node("assistant", "A4", node("prompter", "never answered")),
+)
+WAYS = [["Q1", "A4"], ["Q1", "A1", "Q2", "A2"], ["Q1", "A1", "Q2", "A3"]]
+
+
+def flat(tree: dict, parent: str | None = None) -> list[dict]:
+    """One row a message, as in OASST's own files."""
+    own = {"message_id": f"id of {tree['text']}", "parent_id": parent, "deleted": False}
+    rows = [{**{key: tree[key] for key in ("role", "text", "lang")}, **own}]
+    return [*rows, *(row for each in tree["replies"] for row in flat(each, own["message_id"]))]
+
+
+def write_tree(tmp_path, kind: str) -> str:
+    others = [conversation("before", "it"), conversation("after", "it")]
+    trees = {
+        "tree": [{"message_tree_id": "1", "prompt": TREE}],
+        "flat": flat(TREE),
+        "turned": flat(TREE)[::-1],
+    }
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(flat(TREE)), path := tmp_path / "a.parquet")
+        return str(path)
+    return str(write_rows(tmp_path / "a.jsonl", [others[0], *trees[kind], others[1]]))
+
+
+@pytest.mark.parametrize("kind", ["tree", "flat", "turned", "parquet"])
+def test_a_tree_of_messages_is_its_conversations(tmp_path, kind):
+    examples = [
+        each for each in read_examples([write_tree(tmp_path, kind)]) if "it" not in str(each.messages)
+    ]
+    assert sorted([turn["content"] for turn in each.messages] for each in examples) == sorted(WAYS)
+    for each in examples:
+        roles = [turn["role"] for turn in each.messages]
+        assert roles == ["user", "assistant"] * (len(roles) // 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (
+            flat(TREE)[1:],
+            "row 1: parent_id must be the message_id of a row of the same file or data set, got 'id of Q1'",
+        ),
+        (
+            [flat(TREE)[0]] * 2,
+            "row 2: message_id must differ between messages, got 'id of Q1' in ... row 1 too",
+        ),
+        ([{**flat(TREE)[0], "parent_id": "id of Q1"}], "row 1: parent_id must lead to a first message"),
+        ([{**flat(TREE)[0], "message_id": ["x"]}], "row 1: message_id must be a text or a whole number"),
+        ([{**flat(TREE)[0], "role": "robot"}, flat(TREE)[1]], "the role of a message must be one of"),
+        (
+            [{"prompt": node("prompter", "Q", 5)}],
+            "row 1: a message of a tree must be an object with role and text",
+        ),
+        (
+            [{"prompt": {**node("prompter", "Q"), "replies": "none"}}],
+            "row 1: replies must be a list of messages",
+        ),
+    ],
+)
+def test_a_tree_that_is_none_is_refused(tmp_path, rows, words):
+    path = str(write_rows(tmp_path / "a.jsonl", rows))
+    assert_refused(lambda: list(read_examples([path])), ValueError, f"{path} ... {words}")
+
+
+@pytest.mark.parametrize("key", ["role", "from", "author", "speaker", "parent_id"])
+def test_a_text_whose_row_says_who_speaks_is_no_plain_text(key):
+    row = {"text": "What is an eclipse?", key: "prompter"}
+    assert_refused(
+        lambda: parse_row(row, "x"), ValueError, f"x: text must be the model's own words, and {key} says"
+    )
+    assert parse_row({"text": "Once upon a time", key: None}, "x").text
+
+
+def save_to_disk(directory, rows):
+    """What the library datasets writes, a stream of batches with two files beside it."""
+    directory.mkdir(parents=True)
+    table = pyarrow.Table.from_pylist(rows)
+    with pyarrow.ipc.new_stream(str(directory / "data-00000-of-00001.arrow"), table.schema) as file:
+        file.write_table(table, max_chunksize=2)
+    (directory / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    (directory / "dataset_info.json").write_text('{"citation": "", "features": {}}')
+
+
+def test_a_folder_of_save_to_disk_is_its_rows(tmp_path):
+    rows = [conversation(f"q{at}", f"a{at}") for at in range(5)]
+    save_to_disk(tmp_path / "one", rows)
+    read = list(read_examples([str(tmp_path / "one")]))
+    assert [each.messages[1]["content"] for each in read] == [f"a{at}" for at in range(5)]
+    for name in ("train", "test"):
+        save_to_disk(tmp_path / "both" / name, [conversation("q", name)])
+    (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    for name in ("train", "test"):
+        (example,) = read_examples([str(tmp_path / "both")], name)
+        assert example.messages[1]["content"] == name
+    table = pyarrow.Table.from_pylist(rows[:2])
+    with pyarrow.ipc.new_file(str(tmp_path / "table.arrow"), table.schema) as file:
+        file.write_table(table)
+    assert len(list(read_examples([str(tmp_path / "table.arrow")]))) == 2
+    (tmp_path / "bad.arrow").write_bytes(b"no table")
+    bad = str(tmp_path / "bad.arrow")
+    assert_refused(lambda: list(read_examples([bad])), ValueError, f"{bad} is not a readable arrow file")
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("train.jsonl", "test.jsonl"),
+        ("train-00000-of-00002.jsonl", "validation-00000-of-00001.jsonl"),
+        ("train/part.jsonl", "dev/part.jsonl"),
+        ("my_train_set.jsonl", "my_eval_set.jsonl"),
+    ],
+)
+def test_a_folder_of_several_splits_gives_one(tmp_path, train, test):
+    for name in (train, test):
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        write_rows(tmp_path / "data" / name, [conversation("q", name)])
+    source = str(tmp_path / "data")
+    for split, name in (("train", train), ("train_sft", train)):
+        assert [each.messages[1]["content"] for each in read_examples([source], split)] == [name]
+    whole = read_examples([str(tmp_path / "data" / "**" / "*.jsonl")])
+    assert len(list(whole)) == 2, "a pattern says which files"
+    write_rows(tmp_path / "data" / "more.jsonl", [conversation("q", "more")])
+    words = f"data {source!r} must hold files of one split ... more.jsonl' of none ... name the files"
+    assert_refused(lambda: expanded([source]), ValueError, words)
+    (tmp_path / "data" / test).unlink()
+    assert len(expanded([source])) == 2, "nothing else tells of a split"

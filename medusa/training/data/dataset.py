@@ -141,7 +141,7 @@ def name_of(options: DataOptions, tokenizer: Any) -> str:
     """
     cut = {key: value for key, value in dataclasses.asdict(options).items() if key not in ONLY_IN_TRAINING}
     sources: list[Any] = []
-    for source in expanded(options.data):
+    for source in expanded(options.data, options.data_split):
         path = Path(source)
         state = path.stat() if path.is_file() else None
         where = str(path.resolve()) if state else source
@@ -217,19 +217,20 @@ def _checksums(directory: Path) -> dict[str, str]:
     return {name: digest_of(directory / name) for name in _FILES if (directory / name).is_file()}
 
 
-def check_dataset(directory: Path) -> None:
-    """Raise ValueError unless every file in ``directory`` is the one that :func:`write_dataset` wrote; all of
+def damage_of_dataset(directory: Path) -> str | None:
+    """The first file in ``directory`` that is not the one that :func:`write_dataset` wrote, in words; all of
     it is read."""
-    advice = f"delete {directory}, and the same command tokenises the data again"
     try:
         recorded = read_json(directory / CHECKSUMS)
-    except (FileNotFoundError, ValueError) as error:
-        raise ValueError(f"{directory / CHECKSUMS} is missing or damaged; {advice}") from error
+    except (FileNotFoundError, ValueError):
+        return f"{directory / CHECKSUMS} is missing or damaged"
     found = _checksums(directory)
     for name in _FILES:
-        if name not in found or recorded.get(name) != found[name]:
-            what = "has other bytes than were written" if name in found else "is missing"
-            raise ValueError(f"{directory / name} {what}; {advice}")
+        if name not in found:
+            return f"{directory / name} is missing"
+        if recorded.get(name) != found[name]:
+            return f"{directory / name} has other bytes than were written"
+    return None
 
 
 def read_dataset(directory: Path) -> Dataset:

@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import re
+import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, islice
@@ -31,6 +34,7 @@ import numpy as np
 from rich.text import Text
 
 from medusa.conversations import Message, as_template, check_template_kwargs
+from medusa.files import locked, sync
 from medusa.heads.calibration import AnsweredTokens
 from medusa.options import differences
 from medusa.prompts import reasoning_tags
@@ -40,7 +44,7 @@ from medusa.training.data.dataset import (
     Dataset,
     Document,
     Documents,
-    check_dataset,
+    damage_of_dataset,
     name_of,
     read_dataset,
     read_documents,
@@ -163,7 +167,10 @@ class Renderer:
             return self._skip("an answer without the reasoning that the template opens")
         is_raw = _CLOSING.search(content) is not None  # reasoning and answer in one, as they were decoded
         if not (reasoning or calls) and (is_raw or not (continues and between.strip())):
-            return prompt, message["content"] + ("" if is_cut else self._end_of_turn)
+            # a blank that the template writes before an answer is the model's word: decoded, it may be gone
+            is_blank = continues and content and not between.strip() and not message["content"][0].isspace()
+            answer = (between if is_blank else "") + message["content"]
+            return prompt, answer + ("" if is_cut else self._end_of_turn)
         if not continues:
             return self._skip("an answer that the template writes otherwise than the model")
         answer = shown[len(prompt) :].rstrip()
@@ -233,7 +240,8 @@ TEXTS_AT_ONCE = 512
 def tokenise(tokenizer: Any, texts: Iterable[RenderedText]) -> Iterator[Document]:
     """One document per text, tokenised as a whole, in order.
 
-    A token is a label when all of it is in a range that the model wrote.
+    A token is a label when all of it is in a range that the model wrote, without the blanks around it that
+    marks such as Phi-3's ``<|end|>`` cover.
 
     Raises:
         ValueError: the tokenizer cannot say which characters a token covers.
@@ -243,6 +251,8 @@ def tokenise(tokenizer: Any, texts: Iterable[RenderedText]) -> Iterator[Document
             f"{type(tokenizer).__name__} cannot tell which characters a token covers, which the label mask "
             "needs; load a fast tokenizer"
         )
+    added = tokenizer.added_tokens_decoder.items()
+    marks = np.array([token for token, each in added if each.lstrip or each.rstrip], dtype=np.int64)
     for special, alike in groupby(texts, key=lambda text: text.add_special_tokens):
         while batch := list(islice(alike, TEXTS_AT_ONCE)):
             encoded = tokenizer(
@@ -258,9 +268,23 @@ def tokenise(tokenizer: Any, texts: Iterable[RenderedText]) -> Iterator[Document
                 ends = np.maximum.accumulate(np.asarray(offsets).reshape(-1, 2)[:, 1])
                 starts = np.concatenate([[0], ends[:-1]])
                 mask = np.zeros(len(ends), dtype=bool)
+                starts, ends = _without_blanks(text.text, np.asarray(ids), starts, ends, marks)
                 for start, end in text.written:
                     mask |= (starts >= start) & (ends <= end) & (ends > start)
                 yield Document(np.asarray(ids, dtype=np.int32), mask)
+
+
+def _without_blanks(
+    text: str, ids: np.ndarray, starts: np.ndarray, ends: np.ndarray, marks: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The first and last characters of tokens (T,) in ``text``, without the blanks that the tokens ``marks``
+    cover."""
+    starts, ends = starts.copy(), ends.copy()
+    for place in np.flatnonzero(np.isin(ids, marks)):
+        covered = text[starts[place] : ends[place]]
+        starts[place] += len(covered) - len(covered.lstrip())
+        ends[place] -= len(covered) - len(covered.rstrip())
+    return starts, ends
 
 
 def _answer_indices(messages: Sequence[Message]) -> Iterator[int]:
@@ -358,48 +382,80 @@ def load_data(options: DataOptions, tokenizer: Any) -> Dataset:
         return read_dataset(tokenised(options, tokenizer, Path(directory)))
 
 
-def tokenised(options: DataOptions, tokenizer: Any, directory: Path) -> Path:
-    """The path of the tokenised documents in ``directory``, which are made now if missing; for one process.
+def tokenised(
+    options: DataOptions, tokenizer: Any, directory: Path, say: Callable[[str], object] = lambda text: None
+) -> Path:
+    """The path of the tokenised documents in ``directory``, which are made now if missing or damaged; for one
+    process. ``say`` is told what was damaged.
 
     No more than a batch of rows is in memory at a time.
 
     Raises:
-        FileNotFoundError, ValueError: see :func:`load_data`; or the files there are damaged.
+        FileNotFoundError, ValueError: see :func:`load_data`.
     """
     target = directory / name_of(options, tokenizer)
-    if target.exists():
-        check_dataset(target)
-        return target
-    counts: Counter[str] = Counter()
     directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".rows-") as spool:
-        renderer = Renderer(tokenizer, options.template_kwargs)
-        texts = _rendered(read_examples(options.data, options.data_split), renderer, counts)
-        write_documents(Path(spool, "all"), filtered(tokenise(tokenizer, texts), options, counts))
-        documents = read_documents(Path(spool, "all"))
-        if not len(documents):
-            reasons = ", ".join(f"{count} {name}" for name, count in counts.items())
-            raise ValueError(
-                f"data {options.data} holds nothing to train on ({reasons}); rows need an assistant message "
-                "that answers something, or text"
-                if counts["rows"]
-                else f"data {options.data} holds no rows"
-            )
-        chosen = held_out_indices(documents, options.held_out_fraction, options.max_held_out, options.seed)
-        is_held_out = np.zeros(len(documents), dtype=bool)
-        is_held_out[chosen] = True
-        num_held_out = sum(int(documents[index].is_label.sum()) for index in chosen)
-        counts.update(
-            {
-                "training documents": int((~is_held_out).sum()),
-                "training tokens": documents.num_tokens - int(documents.lengths[chosen].sum()),
-                "training labels": documents.num_labels - num_held_out,
-                "held-out documents": len(chosen),
-                "held-out labels": num_held_out,
-            }
-        )
-        write_dataset(target, documents, is_held_out, dict(counts), renderer.template_options)
+    _remove_abandoned(directory)
+    damage = damage_of_dataset(target) if target.exists() else None
+    if target.exists() and damage is None:
+        return target
+    with tempfile.TemporaryDirectory(dir=directory, prefix=_SPOOL) as spool, locked(Path(spool)):
+        if damage is not None:
+            say(f"{damage}: the data is tokenised again")
+            os.replace(target, Path(spool, "damaged"))
+        written = _tokenise_into(Path(spool), target.name, options, tokenizer)
+        try:
+            os.replace(written, target)
+        except OSError:
+            if not target.exists():  # else another run has written the same meanwhile
+                raise
+        sync(directory)
     return target
+
+
+_SPOOL = ".rows-"
+"""The beginning of a directory's name in which documents are made."""
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Remove what runs that were killed left in ``directory``; what a run works in is locked."""
+    for left in directory.glob(f"{_SPOOL}*"):
+        if not (left / ".lock").exists():
+            continue
+        with suppress(BlockingIOError), locked(left):
+            shutil.rmtree(left)
+
+
+def _tokenise_into(spool: Path, name: str, options: DataOptions, tokenizer: Any) -> Path:
+    """The path of a new dataset called ``name`` in ``spool``."""
+    counts: Counter[str] = Counter()
+    renderer = Renderer(tokenizer, options.template_kwargs)
+    texts = _rendered(read_examples(options.data, options.data_split), renderer, counts)
+    write_documents(spool / "all", filtered(tokenise(tokenizer, texts), options, counts))
+    documents = read_documents(spool / "all")
+    if not len(documents):
+        reasons = ", ".join(f"{count} {name}" for name, count in counts.items())
+        raise ValueError(
+            f"data {options.data} holds nothing to train on ({reasons}); rows need an assistant message "
+            "that answers something, or text"
+            if counts["rows"]
+            else f"data {options.data} holds no rows"
+        )
+    chosen = held_out_indices(documents, options.held_out_fraction, options.max_held_out, options.seed)
+    is_held_out = np.zeros(len(documents), dtype=bool)
+    is_held_out[chosen] = True
+    num_held_out = sum(int(documents[index].is_label.sum()) for index in chosen)
+    counts.update(
+        {
+            "training documents": int((~is_held_out).sum()),
+            "training tokens": documents.num_tokens - int(documents.lengths[chosen].sum()),
+            "training labels": documents.num_labels - num_held_out,
+            "held-out documents": len(chosen),
+            "held-out labels": num_held_out,
+        }
+    )
+    write_dataset(spool / name, documents, is_held_out, dict(counts), renderer.template_options)
+    return spool / name
 
 
 def coloured(document: Document, tokenizer: Any) -> Text:

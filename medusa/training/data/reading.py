@@ -1,19 +1,23 @@
 """Conversations and texts from files and hub data sets.
 
-A source is a file (``.jsonl``, ``.json``, ``.parquet``, and ``.jsonl.gz``, ``.json.gz``), a pattern of file
-names, a directory of files or a hub data set id. A row is one of
+A source is a file (``.jsonl``, ``.json``, ``.parquet``, ``.arrow``, ``.jsonl.gz``, ``.json.gz``), a pattern of
+file names, a directory of files (also one of ``save_to_disk`` of the library datasets) or a hub data set id.
+Where the names in a directory tell of several splits, one is read. A row is one of
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
     {"instruction": "...", "input": "...", "output": "..."}
     {"text": "..."}
+    {"prompt": {"role": "prompter", "text": "...", "replies": [...]}}
+    {"message_id": "...", "parent_id": "...", "role": "prompter", "text": "..."}
 
-and other keys are ignored, except: ``finish_reason``, where "length" means that the last answer was cut, so
-nothing may be learned from its end; ``tools`` and ``chat_template_kwargs``, which the chat template gets;
-``system``, which comes before the messages; and beside an instruction ``history``, pairs of a question and an
-answer, and the keys of a message. Messages are read by :mod:`medusa.conversations`: ``reasoning_content`` and
-``tool_calls`` are the model's own words, ``train`` and ``weight`` exclude a message from training. A row that
-cannot be read is an error that names file and row; rows count from 1.
+The last two are trees of messages, as OASST has them. Other keys are ignored, except:
+``finish_reason``, where "length" means that the last answer was cut, so nothing may be learned from its end;
+``tools`` and ``chat_template_kwargs``, which the chat template gets; ``system``, which comes before the
+messages; and beside an instruction ``history``, pairs of a question and an answer, and the keys of a message.
+Messages are read by :mod:`medusa.conversations`: ``reasoning_content`` and ``tool_calls`` are the model's own
+words, ``train`` and ``weight`` exclude a message from training. A text whose row says who speaks is no plain
+text. A row that cannot be read is an error that names file and row; rows count from 1.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import codecs
 import glob
 import gzip
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,8 +46,16 @@ from medusa.conversations import (
     refuse_beside_text,
     template_options,
 )
+from medusa.training.data.message_trees import (
+    TreeMessage,
+    conversations_of,
+    is_message_of_tree,
+    is_tree,
+    joined_trees,
+    tree_in,
+)
 
-FILE_TYPES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
+FILE_TYPES = (".jsonl", ".json", ".parquet", ".arrow", ".jsonl.gz", ".json.gz")
 _CONVERSATIONS = ("messages", "conversations")
 _SHAPES = "messages, conversations, instruction with output, or text"
 
@@ -68,22 +81,33 @@ def read_examples(sources: Sequence[str], split: str = "train") -> Iterator[Exam
         FileNotFoundError: a source looks like a file and is not there.
         ValueError: a file of an unknown type, or a row that cannot be read.
     """
-    for source in expanded(sources):
+    for source in expanded(sources, split):
+        of_trees: list[TreeMessage] = []
         for number, row in enumerate(_rows(source, split), start=1):
-            yield parse_row(row, f"{source} row {number}")
+            origin = f"{source} row {number}"
+            if is_message_of_tree(row):
+                of_trees.append(TreeMessage.read(row, origin))
+            elif is_tree(row):
+                given = template_options(row, origin)
+                for messages in conversations_of(tree_in(row["prompt"], origin)):
+                    yield Example(origin, messages, template_options=given)
+            else:
+                yield parse_row(row, origin)
+        for first in joined_trees(of_trees):
+            yield from (Example(first.origin, messages) for messages in conversations_of(first))
 
 
-def expanded(sources: Sequence[str]) -> list[str]:
+def expanded(sources: Sequence[str], split: str = "train") -> list[str]:
     """The files and hub ids that ``sources`` name: patterns and directories become their files, by name,
-    each once.
+    each once. Of a directory with files of several splits those of ``split`` are taken.
 
     Raises:
         FileNotFoundError, ValueError: a source cannot be opened; before any long work.
     """
-    return [each for source in sources for each in _files_of(source)]
+    return [each for source in sources for each in _files_of(source, split)]
 
 
-def _files_of(source: str) -> list[str]:
+def _files_of(source: str, split: str) -> list[str]:
     path, types = Path(source), ", ".join(FILE_TYPES)
     if path.is_file():
         if not source.endswith(FILE_TYPES):
@@ -93,17 +117,60 @@ def _files_of(source: str) -> list[str]:
     if path.is_dir() or is_pattern:
         paths = glob.glob(source, recursive=True) if is_pattern else map(str, path.rglob("*"))
         named = sorted(each for each in paths if each.endswith(FILE_TYPES) and Path(each).is_file())
+        named = [each for each in named if not _is_of_datasets(Path(each))]
         # a pattern follows links, and one to a folder above names every file again and again
         found = sorted({os.path.realpath(each): each for each in reversed(named)}.values())
         if not found:
             raise FileNotFoundError(f"data {source!r} names no file that ends in one of {types}")
-        return found
+        return found if is_pattern else _of_split(found, path, split)
     if source.endswith(FILE_TYPES) or path.is_absolute() or source.count("/") > 1:
         raise FileNotFoundError(
             f"data file {source!r} does not exist; data takes {types} files, patterns and directories of "
             "them, and hub ids of the form owner/name"
         )
     return [source]
+
+
+_SAVED = ("dataset_info.json", "state.json", "dataset_dict.json")
+"""What ``save_to_disk`` of the library datasets writes beside the rows."""
+_SPLITS = {
+    "train": ("train", "training"),
+    "test": ("test", "testing"),
+    "validation": ("validation", "valid", "val", "dev", "eval", "evaluation"),
+}
+"""Words in names of files and folders that tell of which split they are."""
+
+
+def _is_of_datasets(path: Path) -> bool:
+    is_beside_rows = any(path.parent.glob("*.arrow")) or path.name == _SAVED[-1]
+    return path.name in _SAVED and is_beside_rows
+
+
+def _split_of(name: str) -> str | None:
+    words = re.findall("[a-z]+", name.lower())
+    return next((split for split, known in _SPLITS.items() if any(word in known for word in words)), None)
+
+
+def _of_split(files: Sequence[str], directory: Path, split: str) -> list[str]:
+    """Those of ``files`` in ``directory`` whose names tell that they are of ``split``; all of them where the
+    names tell of no two.
+
+    Raises:
+        ValueError: they tell of several, and not for all files.
+    """
+    told = {each: _split_of(os.path.relpath(each, directory)) for each in files}
+    splits = {each for each in told.values() if each is not None}
+    if len(splits) < 2:
+        return [*files]
+    wanted = _split_of(split)
+    unclear = [each for each, its in told.items() if its is None]
+    if unclear or wanted not in splits:
+        what = f"{unclear[0]!r} of none that its name tells" if unclear else f"none of data_split={split!r}"
+        raise ValueError(
+            f"data {str(directory)!r} must hold files of one split, or say by their names which is which: it "
+            f"holds files of {', '.join(sorted(splits))}, and {what}; name the files to train on"
+        )
+    return [each for each, its in told.items() if its == wanted]
 
 
 def parse_row(row: Any, origin: str) -> Example:
@@ -147,6 +214,8 @@ def _rows(source: str, split: str) -> Iterator[Any]:
     path = Path(source)
     if path.suffix == ".parquet":
         return _parquet_rows(path)
+    if path.suffix == ".arrow" and path.is_file():
+        return _arrow_rows(path)
     if path.is_file():
         return _json_rows(path)
     return _hub_rows(source, split)
@@ -177,6 +246,31 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
                 yield from map(_as_written, batch.to_pylist())
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path} is not a readable parquet file: {error}") from error
+
+
+def _arrow_rows(path: Path) -> Iterator[Any]:
+    """Rows of a file as ``save_to_disk`` of the library datasets writes it."""
+    import pyarrow
+    import pyarrow.ipc
+
+    try:
+        with pyarrow.memory_map(str(path)) as file:
+            for batch in _arrow_batches(file):
+                yield from map(_as_written, batch.to_pylist())
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path} is not a readable arrow file: {error}") from error
+
+
+def _arrow_batches(file: Any) -> Iterator[Any]:
+    """A stream of batches, or the file format of a table."""
+    import pyarrow.ipc
+
+    if file.read(6) == b"ARROW1":
+        whole = pyarrow.ipc.open_file(file)
+        yield from map(whole.get_batch, range(whole.num_record_batches))
+        return
+    file.seek(0)
+    yield from pyarrow.ipc.open_stream(file)
 
 
 def _hub_rows(source: str, split: str) -> Iterator[Any]:

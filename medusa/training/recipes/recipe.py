@@ -75,6 +75,10 @@ class RunState:
     """How the processes share the heads, in accelerate's words."""
     documents: str = ""
     """Digest of the training documents."""
+    base: dict[str, str] = field(default_factory=dict)
+    """Digests of the base's weights and configuration."""
+    evaluated_step: int | None = None
+    """The step of the last evaluation; None where it is not recorded."""
     most_tokens_per_step: float = 0.0
     """On held-out documents, of the heads in best/."""
     remedies: dict[str, Any] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from rich.console import Console
 
 import medusa
@@ -141,7 +142,7 @@ def build_trainer(
     directory = Path(run.documents_dir or RunDirectory(run.output_dir).documents)
 
     def tokenise() -> Path:
-        return tokenised(configuration.data, load_tokenizer(options), directory)
+        return tokenised(configuration.data, load_tokenizer(options), directory, log_console().print)
 
     data = read_dataset(on_main_process(accelerator, tokenise))
     console.print(data.summary(), soft_wrap=True)
@@ -215,14 +216,17 @@ def stored_states(
                 return states.open(run.overwrite, line)  # noqa: B023
 
             missing = on_main_process(accelerator, begin)
+            present = [shard for shard in range(len(states.ends)) if shard not in missing]
+            damaged = gather_object(states.damaged(present[rank::count]))
+            on_main_process(accelerator, lambda: states.remove(damaged, line))  # noqa: B023
+            missing = sorted({*missing, *dict(damaged)})
             mine = missing[rank::count]
             if mine or (missing and configuration.base.is_shared):
                 with accelerator.autocast():
                     states.compute(mine, load(), configuration.data, line)
             accelerator.wait_for_everyone()
-        present = [shard for shard in range(len(states.ends)) if shard not in missing]
-        states.check(present[rank::count])
-        accelerator.wait_for_everyone()
+            states.check([shard for shard in dict(damaged) if shard % count == rank])
+            accelerator.wait_for_everyone()
     return found
 
 

@@ -172,12 +172,12 @@ def check_launch() -> None:
             f"num_processes must not be above the number of devices: the launch starts {num_local} processes "
             f"on a machine with {num_devices}; pass --num_processes {num_devices} to accelerate launch"
         )
-    # With --cpu and without mpirun accelerate launch starts one process, however many were asked for, and the
-    # address that they would have met at is all that says so.
-    if _is_set("ACCELERATE_USE_CPU") and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
+    # Without several devices, or with --cpu, and without mpirun accelerate launch starts one process, however
+    # many were asked for, and the address that they would have met at is all that says so.
+    if "ACCELERATE_USE_CPU" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
         raise ValueError(
-            "accelerate launch --cpu starts a single process, whatever --num_processes says; for N processes "
-            f"on a CPU launch with: {_ON_CPU}"
+            "num_processes must be 1 where accelerate launch starts a single process whatever it is told, as on "
+            f"a CPU; leave --num_processes out, or for N processes launch with: {_ON_CPU}"
         )
 
 

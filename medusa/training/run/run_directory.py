@@ -51,6 +51,7 @@ from medusa.files import (
     write_json,
 )
 from medusa.heads.checkpoint import HEADS_LAYOUT, PROVENANCE_FILE
+from medusa.options import differences
 from medusa.training.config import TrainingConfiguration, changed_keys
 from medusa.training.recipes.recipe import RunState
 from medusa.training.run.processes import on_main_process
@@ -262,13 +263,14 @@ class RunDirectory:
         Returns the progress of the run, and the faults of later checkpoints, which are removed.
 
         Raises:
-            ValueError: none is whole; or it is of a run with other documents or another number of processes
-                than ``now``.
+            ValueError: none is whole; or it is of a run with other documents, another base or another number
+                of processes than ``now``.
         """
         latest, damage = on_main_process(accelerator, self._latest_whole)
         state = RunState(**read_json(latest / _STATE_FILE))
         before, after, replicated = state.num_processes, now.num_processes, set(_REPLICATED)
         per_step, advice = before * state.micro_batches, ""
+        known = state.base.keys() & now.base.keys()
         if state.sharding != now.sharding and not {state.sharding, now.sharding} <= replicated:
             raise ValueError(
                 f"{self.path} holds a run under {state.sharding}, this one is under {now.sharding}, and "
@@ -289,6 +291,12 @@ class RunDirectory:
             raise ValueError(
                 f"the data has changed since the run in {self.path} began, so its batches would be "
                 "others; bring the data back, or start anew with --overwrite"
+            )
+        if changed := differences(*({key: each.base[key] for key in known} for each in (state, now))):
+            raise ValueError(
+                f"the base has changed since the run in {self.path} began, so its heads would go on with the "
+                f"hidden states of another model: {changed[0]}; bring the base back, or start anew with "
+                "--overwrite"
             )
         for key, value in now.remedies.items():
             if state.remedies.get(key, value) != value:

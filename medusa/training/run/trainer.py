@@ -47,6 +47,7 @@ from medusa.training.run.processes import (
     wrap,
 )
 from medusa.training.run.run_directory import RunDirectory, provenance
+from medusa.training.states.stored import written_identity
 from medusa.trees.candidate_tree import CandidateTree
 
 Position = tuple[list[MicroBatch], int, int]
@@ -108,6 +109,8 @@ class Trainer:
             micro_batches=options.gradient_accumulation_steps,
             sharding=accelerator.distributed_type.value,
             documents=self.training.digest(),
+            base=written_identity(self.base),
+            evaluated_step=0,
             remedies={key: values[key] for key in MEMORY_KEYS},
         )
         self.hosts = HostGroup(accelerator, configuration.run.timeout_minutes)
@@ -158,6 +161,8 @@ class Trainer:
         # Time and tokens at the last log entry, and time at the last checkpoint.
         logged, checkpointed = (self.state.seconds, self.state.num_tokens), self.state.seconds
         groups = self._groups()
+        if self.state.evaluated_step is not None and self._is_evaluation_due:  # a signal took its place
+            evaluated, metrics = self.state.step, self.evaluate()
         with stop.deferred():
             while self._progress < 1:
                 group, *position = next(groups)
@@ -168,7 +173,7 @@ class Trainer:
                 self.state.seconds, is_stopped = self.hosts.maximum(seconds, stop.has_come)
                 if self._is_due(options.logging_steps):
                     note, logged = self._log(*logged), (self.state.seconds, self.state.num_tokens)
-                if self._is_due(options.evaluation_steps) and not is_stopped:
+                if self._is_evaluation_due and not is_stopped:
                     evaluated, metrics = self.state.step, self.evaluate()
                     line.say(f"step {evaluated}  {one_line('held_out', metrics)}")
                 minutes = (self.state.seconds - checkpointed) / 60
@@ -187,6 +192,7 @@ class Trainer:
         these would give; empty if there are none. The heads with most tokens per step so far are saved in
         ``best/``."""
         self.watch.check()
+        self.state.evaluated_step = self.state.step
         plan = plan_in_order(
             self.data.held_out.lengths, self.configuration.data, longrope_threshold(self.base)
         )
@@ -379,6 +385,12 @@ class Trainer:
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.state.step % every == 0
+
+    @property
+    def _is_evaluation_due(self) -> bool:
+        return self._is_due(self.configuration.run.evaluation_steps) and (
+            self.state.evaluated_step != self.state.step
+        )
 
     @property
     def _is_main(self) -> bool:

@@ -165,14 +165,24 @@ class CachedHiddenStates(StatesDirectory):
                 self.write(shard, computed, f"medusa {medusa.__version__}")
             live.finish()
 
+    def damaged(self, shards: Iterable[int]) -> list[tuple[int, str]]:
+        """Those of ``shards`` that are not as they were written, and why."""
+        found = ((shard, self.damage(shard)) for shard in shards)
+        return [(shard, damage) for shard, damage in found if damage is not None]
+
+    def remove(self, damaged: Iterable[tuple[int, str]], line: ProgressReporter) -> None:
+        """Take away ``damaged`` shards, which are then missing; for one process with exclusive access."""
+        for shard, damage in damaged:
+            line.say(f"{self.path(shard)} {damage}: its states are stored again")
+            self.path(shard).unlink(missing_ok=True)
+
     def check(self, shards: Iterable[int]) -> None:
         """Raise ValueError for the first of ``shards`` that is not there or not as it was written."""
-        for shard in shards:
-            if (damage := self.damage(shard)) is not None:
-                raise ValueError(
-                    f"{self.path(shard)} {damage}; delete it, and the same command with --resume auto stores "
-                    "it again. On several machines the directory must be one that all of them see"
-                )
+        for shard, damage in self.damaged(shards):
+            raise ValueError(
+                f"{self.path(shard)} {damage}, although it was stored again; on several machines states_dir "
+                "must be a directory that all of them see"
+            )
 
     def _computed(
         self, shard: int, live: OnlineHiddenStates, options: DataOptions
@@ -270,12 +280,25 @@ def _identity_of(base: CausalLM) -> dict[str, str]:
     in memory its LM head is known. The configuration includes rotary settings, windows and scales.
     """
     config, directory = base.config.to_dict(), Path(base.name_or_path)
-    settings = {key: each for key, each in config.items() if key not in _NOT_THE_MODEL and key[:1] != "_"}
     weights = digest_of_weights(directory) if base.name_or_path and directory.is_dir() else None
     if (commit := getattr(base.config, "_commit_hash", None)) is not None:
         weights = f"commit {commit}"
-    configuration = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
     return {
         "weights": weights or f"sample {BaseFingerprint.of(base).sample}",
-        "configuration": configuration,
+        "configuration": _digest_of_settings(config),
     }
+
+
+def written_identity(base: CausalLM) -> dict[str, str]:
+    """The same of the files of ``base``, which a newer ``transformers`` does not change."""
+    found, directory = _identity_of(base), Path(base.name_or_path)
+    if base.name_or_path and (directory / "config.json").is_file():
+        found["configuration"] = _digest_of_settings(read_json(directory / "config.json"))
+    elif found["weights"].startswith("commit "):
+        del found["configuration"]
+    return found
+
+
+def _digest_of_settings(config: Mapping[str, Any]) -> str:
+    settings = {key: each for key, each in config.items() if key not in _NOT_THE_MODEL and key[:1] != "_"}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
