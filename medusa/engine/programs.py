@@ -24,7 +24,7 @@ from medusa.engine.kernels import SOURCE, PackedMatmul
 from medusa.engine.libraries import check_library, compile_library, digest_of, kept_library
 from medusa.engine.views import JoinedLinear
 
-VERSION = 9
+VERSION = 10
 """Version of the compiled code: raise it with every change of a program's computation."""
 
 
