@@ -4,6 +4,7 @@
 #   make demo     answer prompts, train heads on the answers, measure them, answer side by side
 #   make test     the tests, exactness on the real base model included
 #   make test-oldest  tests with the oldest transformers that is allowed; ROOMS="tests/base ..." names some
+#   make test-newest  a few tests where `pip install .` alone chose the newest version of everything
 #   make check    lint, format, types, direction of imports
 #   make format   rewrite files the way `make check` wants them
 #   make docs     the documentation with the API reference, into site/; a broken link is an error
@@ -20,7 +21,7 @@ ROOMS  ?= tests/base tests/decoding tests/drafters tests/engine tests/heads
 export TOKENIZERS_PARALLELISM := false
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-oldest lint check format docs bench measure setup models
+.PHONY: help demo test test-oldest test-newest lint check format docs bench measure setup models
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -99,6 +100,22 @@ OLDEST := $(shell sed -n 's/^ *"transformers>=\([0-9.]*\),.*/\1/p' pyproject.tom
 
 test-oldest: .venv-oldest/.$(OLDEST) .venv/.installed
 	PYTHONPATH=.venv-oldest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal $(ROOMS)
+
+# What a user has whom no constraints hold back: always a new environment, for what is newest changes by itself.
+NEWEST := \
+    tests/base/test_causal_lm.py \
+    tests/heads/test_mtp.py::test_the_text_is_that_of_plain_decoding \
+    tests/engine/test_compiled.py::test_compiled_passes_are_exact_kept_and_serve_other_weights \
+    tests/training/test_trainer.py::test_training_lowers_the_held_out_loss_and_leaves_the_base_alone \
+    tests/serving/test_server.py::test_an_answer_is_that_of_generate_streamed_or_not \
+    tests/serving/test_server.py::test_many_clients_at_once_get_what_each_gets_alone \
+    tests/cli/test_next_steps.py::test_a_command_ends_with_its_next_step
+
+test-newest:
+	rm -rf .venv-newest
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet . pytest pytest-xdist hypothesis openai
+	OMP_NUM_THREADS=1 .venv-newest/bin/pytest -n $(TEST_PROCESSES) --dist worksteal -W error::FutureWarning $(NEWEST)
 
 check: lint
 	$(BIN)/ruff format --check .

@@ -15,9 +15,19 @@ EMBEDDED_BASE = "smollm2-135m-instruct"
 
 
 def cache_home() -> Path:
-    """The cache directory: ``MEDUSA_CACHE``, else ``medusa`` in the user's cache directory."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("MEDUSA_CACHE") or Path(home) / "medusa")
+    """The cache directory: ``MEDUSA_CACHE``, else ``medusa`` in the user's cache directory. Perhaps it does
+    not exist, or cannot be written."""
+    if named := os.environ.get("MEDUSA_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "medusa"
+
+
+def _home() -> Path:
+    """The user's home; the root, as containers have it, for a user without a name and without HOME."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path(os.sep)
 
 
 def checkout() -> Path | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from medusa.acceptance.sampling import gumbel_noise
-from medusa.base.causal_lm import CausalLM, end_ids, lm_head, vocab_size
+from medusa.base.causal_lm import CausalLM, cache_argument, end_ids, lm_head, vocab_size
 from medusa.drafters.heads import HeadsDrafter
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import CandidateTree
@@ -130,8 +130,8 @@ def forward(
             input_ids=tokens[None],
             position_ids=positions[None],
             attention_mask=blocked[None, None],
-            past_key_values=cache,
             use_cache=True,
+            **{cache_argument(base): cache},
         )
     finally:
         hook.remove()

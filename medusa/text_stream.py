@@ -18,56 +18,82 @@ ALONE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 BYTE_OF = {chr(byte): byte for byte in ALONE}
 BYTE_OF |= {chr(0x100 + at): byte for at, byte in enumerate(sorted({*range(256)}.difference(ALONE)))}
 ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-WORD_BEGINS = "\u2581"
-"""SentencePiece's mark for a space; decoding a single token drops the first one."""
 
 
-def token_bytes(spelt: str | None, decoded: str) -> bytes:
-    """The bytes of a token, from its spelling in the vocabulary and its decoded text; also for a part of a
-    character, so that the bytes of all tokens joined are the text."""
-    if spelt is None:
-        return decoded.encode()
-    if one := ONE_BYTE.fullmatch(spelt):
-        return bytes([int(one[1], 16)])
-    if WORD_BEGINS in spelt:
-        return spelt.replace(WORD_BEGINS, " ").encode()
-    if REPLACEMENT in decoded and BYTE_OF.keys() >= set(spelt):
+def token_bytes(tokenizer: Any, token: int, before: int | None = None) -> bytes:
+    """The bytes of a token that follows the token ``before``, None at the start of a text; also for a part of
+    a character, so that the bytes of all tokens joined are the text."""
+    spelt, alone = tokenizer.convert_ids_to_tokens(token), _decoded(tokenizer, [token])
+    if (byte := _one_byte(spelt, alone)) is not None:
+        return bytes([byte])
+    if spelt is not None and REPLACEMENT in alone and BYTE_OF.keys() >= set(spelt):
         return bytes(BYTE_OF[letter] for letter in spelt)
-    return decoded.encode()
+    if before is not None:  # alone it may lose its space, or keep a mark that says that it has none
+        start, both = _decoded(tokenizer, [before]), _decoded(tokenizer, [before, token])
+        if both.startswith(start):
+            return both[len(start) :].encode()
+    return alone.encode()
+
+
+def _one_byte(spelt: str | None, alone: str) -> int | None:
+    """The byte that a token of byte fallback stands for, from its spelling and its text; None for others."""
+    one = ONE_BYTE.fullmatch(spelt or "")
+    return int(one[1], 16) if one and alone != spelt else None
+
+
+def _decoded(tokenizer: Any, tokens: list[int], skip_special_tokens: bool = False) -> str:
+    return tokenizer.decode(
+        tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )
 
 
 class TextStream:
     """Tokens in, text out as soon as no later token can change it.
 
     A character may take several tokens, and its first bytes decode to replacement characters, so these are
-    held back until they are complete or known to be broken. Joined, the pieces are the tokenizer's own
-    decoding of all tokens.
+    held back until they are complete or known to be broken. Byte fallback spells what the vocabulary lacks
+    byte by byte, and one byte that is wrong breaks all bytes beside it, so such a run is held back until it
+    ends. Joined, the pieces are the tokenizer's own decoding of all tokens.
     """
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         self._window: list[int] = []  # enough tokens to decode the next one in context
+        self._context: list[int] = []  # the window's first token, where its text is whole
         self._num_emitted = 0  # characters of the window's text that are out
+        self._in_bytes = False  # the window ends with a run of bytes
 
     def feed(self, token: int) -> str:
         """The text that ``token`` makes certain; often a word, sometimes nothing."""
         self._window.append(token)
+        alone = self._decoded([token])
+        if _one_byte(self.tokenizer.convert_ids_to_tokens(token), alone) is not None:
+            self._in_bytes = True
+        elif alone:  # a control token does not end a run: it is left out before the bytes are joined
+            self._in_bytes = False
+        if self._in_bytes:
+            return ""
         text = self._decoded(self._window)
         num_held = min(len(text) - len(text.rstrip(REPLACEMENT)), LONGEST_INCOMPLETE)
         piece = text[self._num_emitted : len(text) - num_held]
         self._num_emitted += len(piece)
-        if not num_held and (last := self._decoded(self._window[-1:])):
-            self._window, self._num_emitted = self._window[-1:], len(last)
+        if not num_held and alone:
+            self._context = [token]
+            self._window, self._num_emitted = [token], len(alone)
         return piece
 
     def finish(self) -> str:
-        """Held-back text, at the end of the answer."""
+        """Held-back text, at the end of the answer or before something that no text goes on behind."""
         text = self._decoded(self._window)
-        rest, self._num_emitted = text[self._num_emitted :], len(text)
+        rest = text[self._num_emitted :]
+        if self._in_bytes or text.endswith(REPLACEMENT):  # it is out, and must not become another
+            self._window, self._in_bytes = [*self._context], False
+            text = self._decoded(self._window)
+        self._num_emitted = len(text)
         return rest
 
     def _decoded(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return _decoded(self.tokenizer, tokens, skip_special_tokens=True)
 
 
 @dataclass(frozen=True)
@@ -118,8 +144,6 @@ class AnswerText:
             self._starts.append(self._num_written)
             mark = self._marks.get(token)
             text = self._stream.feed(token) if mark is None else self._stream.finish() + mark
-            if mark is not None:
-                self._stream = TextStream(self._stream.tokenizer)
             pieces += self._passed(Piece(text, depth))
             if mark is None and (control := self._controls.get(token)) is not None:
                 pieces += self._passed(Piece(control, depth, is_shown=False))

@@ -19,15 +19,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -41,6 +43,7 @@ from medusa.cli.main import main as medusa
 from medusa.engine.loading import load_for_engine
 from medusa.hardware import device_name
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
+from medusa.heads.medusa_heads import Unembedding
 from medusa.options import Engine, StepKind
 
 KEPT = Path(__file__).parent.parent / "runs" / "full_widths.json"
@@ -144,22 +147,25 @@ def _make_outliers(model: Any) -> None:
             parameter[channels] *= 10
 
 
-def random_heads(base: Any) -> MedusaHeads:
-    """Heads that read their path and score every sixteenth token at most."""
+def random_heads(base: Any, **changes: Any) -> MedusaHeads:
+    """Heads that read their path and score every sixteenth token at most, unless ``changes`` say else."""
     size, tokens = hidden_size(base), vocab_size(base)
-    scored = torch.arange(0, tokens, max(1, tokens // 4096))
+    settings: dict[str, Any] = {"num_heads": 3, "reads_path": True, "unembedding": "token_map", **changes}
+    scored = None
+    if settings["unembedding"] == "token_map":
+        scored = torch.arange(0, tokens, max(1, tokens // 4096))
+        settings["token_map_size"] = len(scored)
     torch.manual_seed(2)
-    settings: dict[str, Any] = {"num_heads": 3, "reads_path": True, "unembedding": "token_map"}
-    heads = MedusaHeads(HeadsConfig(size, tokens, token_map_size=len(scored), **settings), token_map=scored)
+    heads = MedusaHeads(HeadsConfig(size, tokens, **settings), token_map=scored)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     return heads.eval()
 
 
-def random_eagle3(base: Any) -> HeadsCheckpoint:
+def random_eagle3(base: Any, scored: int | None = 512, own_lm_head: bool = False) -> HeadsCheckpoint:
     """An EAGLE-3 head over both layers."""
     torch.manual_seed(3)
-    head = Eagle3Head(Eagle3Config.of_base(base, 512, fused_layers=(1, 2), own_lm_head=False))
+    head = Eagle3Head(Eagle3Config.of_base(base, scored, fused_layers=(1, 2), own_lm_head=own_lm_head))
     return HeadsCheckpoint(head.eval(), base.name_or_path, tree=CandidateTree.chain(3))
 
 
@@ -235,6 +241,39 @@ def try_decoding(directory: Path, tried: Tried, engines=ENGINES, steps=STEPS) ->
                         tried.note(column, f"{what}, {name}", difference(told, plain))
 
 
+KINDS_OF_HEADS = tuple(itertools.product(get_args(Unembedding), (False, True)))
+"""Unembeddings of Medusa heads, and whether they read their path."""
+
+
+def try_heads(
+    directory: Path,
+    tried: Tried,
+    engine: Engine = "packed",
+    fused: Sequence[int] = (),
+    kinds: Sequence[tuple[Unembedding, bool]] = KINDS_OF_HEADS,
+) -> None:
+    """Every kind of heads with every unembedding, in compiled steps on the base that is named."""
+    base = load_for_engine(directory, engine)
+    batch = prompts_of(vocab_size(base), 1)
+    call: dict[str, Any] = {**batch, "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    for unembedding, reads_path in kinds:
+        heads = random_heads(base, unembedding=unembedding, reads_path=reads_path, fused_layers=tuple(fused))
+        model = MedusaModel(base, heads, TREE, engine=engine, step="compiled")
+        plain = model.generate(**call, tree=CandidateTree.chain(0))
+        for drafter in ("heads", "dynamic-heads", "dynamic-heads+suffix"):
+            what = f"{unembedding}, {'with' if reads_path else 'without'} a path, {drafter}"
+            tried.note("kinds of heads", what, difference(model.generate(**call, drafter=drafter), plain))
+        del model, heads
+        gc.collect()
+    model = MedusaModel(base, engine=engine, step="compiled")
+    plain = model.generate(**call, tree=CandidateTree.chain(0))
+    for scored, own_lm_head in itertools.product((512, None), (False, True)):
+        eagle3 = random_eagle3(base, scored, own_lm_head)
+        told = model.generate(**call, drafter=eagle3_drafter(model, eagle3))
+        what = f"eagle3, {scored or 'all'} tokens, {'its own' if own_lm_head else 'the base'} rows"
+        tried.note("kinds of heads", what, difference(told, plain))
+
+
 def eagle3_drafter(model: MedusaModel, checkpoint: HeadsCheckpoint) -> Any:
     """A new drafter of the EAGLE-3 head."""
     from medusa.drafters.registry import DrafterFactory, DrafterSettings
@@ -302,6 +341,8 @@ def try_family(sizes: dict[str, Any]) -> Tried:
         gc.collect()
         try_decoding(Path(directory), tried)
         gc.collect()
+        try_heads(Path(directory), tried)
+        gc.collect()
         try_commands(Path(directory), tried)
     tried.seconds = time.perf_counter() - began
     return tried
@@ -322,12 +363,14 @@ LEGEND = """
 
 A number is how many attempts were right, of how many. Decoding: Medusa heads in a tree, dynamic heads with \
 suffix match, the default with a right prediction, an EAGLE-3 head; greedy and sampled; one row and three \
-ragged ones. Commands: `medusa train` for three steps, live and from stored states, `export`, `info` of \
-heads and of the base, `generate` with heads and without.
+ragged ones. Kinds of heads: Medusa heads that read their path and that do not, with the base's rows, rows \
+of their own and a token map, and EAGLE-3 heads, all compiled on a base that was loaded by its name. \
+Commands: `medusa train` for three steps, live and from stored states, `export`, `info` of heads and of the \
+base, `generate` with heads and without.
 
 Written by `python scripts/full_widths.py` on {device}. A family of your own is a line of `FAMILIES` there.
 """
-COLUMNS = (*(f"{engine}, {step}" for engine in ENGINES for step in STEPS), "commands")
+COLUMNS = (*(f"{engine}, {step}" for engine in ENGINES for step in STEPS), "kinds of heads", "commands")
 
 
 def page(found: dict[str, Tried]) -> str:

@@ -41,7 +41,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import medusa
 from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.acceptance.sampling import gumbel_noise, hashed_bits
-from medusa.base.causal_lm import hidden_states
+from medusa.base.causal_lm import cache_argument, hidden_states
 from medusa.hardware import device_name, wait_for
 
 Answer = Any
@@ -224,8 +224,9 @@ def attention(card: Card, backend: str, nodes: str, keys: str) -> Answer:
 def theirs(card: Card) -> Answer:
     base, ids = card.large, card.prompt(1, 16 if card.is_tiny else 400)
     cache = DynamicCache(config=base.config)
-    base(input_ids=ids, past_key_values=cache, use_cache=True)
-    one = {"input_ids": ids[:, :1], "past_key_values": cache, "use_cache": True}
+    kept = {cache_argument(base): cache, "use_cache": True}
+    base(input_ids=ids, **kept)
+    one = {"input_ids": ids[:, :1], **kept}
     return {"ms": card.milliseconds(lambda: base(**one))["median"]}
 
 

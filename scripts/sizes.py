@@ -30,9 +30,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from medusa import CandidateTree, MedusaModel
+from medusa.base.causal_lm import cache_argument
 from medusa.console import log_console
 from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_bytes
@@ -248,11 +249,11 @@ def _of_transformers(directory: Path, prompts: dict[int, Tensor], began: float) 
     found = {"load_seconds": time.perf_counter() - began}
 
     def tokens(prompt: Tensor, count: int) -> Iterator[None]:
-        cache, ids = None, prompt
+        ids, kept = prompt, {cache_argument(model): DynamicCache(config=model.config)}
         for _ in range(count):
             with torch.inference_mode():
-                output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
+                output = model(input_ids=ids, use_cache=True, logits_to_keep=1, **kept)
+            ids = output.logits[:, -1:].argmax(-1)
             yield None
 
     found |= _times(lambda: tokens(prompts[SHORT], NEW_TOKENS))

@@ -45,6 +45,7 @@ from medusa import (
     MedusaOutput,
     save_heads,
 )
+from medusa.base.causal_lm import cache_argument, cache_of
 from medusa.decoding.steps import Steps
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
@@ -589,8 +590,8 @@ def with_an_image():
 
 
 def with_a_cache(model):
-    cache = model.base(PROMPT, use_cache=True).past_key_values
-    model.generate(PROMPT, **GREEDY, past_key_values=cache)
+    cache = cache_of(model.base(PROMPT, use_cache=True))
+    model.generate(PROMPT, **GREEDY, **{cache_argument(model.base): cache})
 
 
 def to_another(model):
@@ -611,7 +612,7 @@ def sized_heads(**sizes) -> MedusaHeads:
 
 load = MedusaModel.from_pretrained
 test_what_cannot_be_loaded_or_asked_for_is_refused = refusals(
-    ("a filled cache", with_a_cache, "past_key_values is not used here"),
+    ("a filled cache", with_a_cache, "is not used here; a tree needs medusa's own cache"),
     ("an image", with_an_image, "pixel_values not supported: ... only from input_ids"),
     ("no tokenizer", lambda: plain().generate(PROMPT, stop_strings="5"), "stop_strings needs a tokenizer"),
     ("no heads", lambda: plain().generate(PROMPT, drafter="heads"), "drafter 'heads' needs heads"),

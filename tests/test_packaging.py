@@ -88,7 +88,7 @@ def test_the_supported_pythons_are_admitted(version):
 
 @pytest.mark.parametrize(
     ("name", "admitted", "refused"),
-    [("torch", ("2.11.0", "2.13.0"), "2.6.0"), ("transformers", ("5.17.0", "5.23.0"), "6.0.0")],
+    [("torch", ("2.11.0", "2.13.0"), "2.6.0"), ("transformers", ("5.17.0", "5.24.0"), "5.25.0")],
 )
 def test_the_supported_versions_are_admitted(name, admitted, refused):
     (requirement,) = [each for each in CORE if each.name == name]
@@ -105,6 +105,14 @@ def test_make_installs_pinned_versions_that_lie_in_the_ranges():
     for name, pin in pinned.items():
         assert pin.operator == "=="
         assert pin.version in ranges[name], name
+
+
+def test_no_transformers_is_admitted_that_is_newer_than_the_one_that_was_tried():
+    (admitted,) = [each.specifier for each in CORE if each.name == "transformers"]
+    (tried,) = [next(iter(each.specifier)).version for each in PINS if each.name == "transformers"]
+    major, minor, _ = map(int, tried.split("."))
+    assert f"{major}.{minor}.99" in admitted
+    assert f"{major}.{minor + 1}.0" not in admitted
 
 
 def test_no_file_says_where_packages_come_from():

@@ -1,11 +1,15 @@
+import random
+from copy import copy
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_chat import chat_tokenizer
+from tokenizer_kinds import BYTES, KINDS, SCRIPTS, tokenizer_of
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from medusa.text_stream import TextStream, token_bytes
+from medusa.text_stream import AnswerText, TextStream, token_bytes
 
 TOKENIZER = chat_tokenizer()
 
@@ -40,17 +44,102 @@ def test_text_appears_as_soon_as_it_is_certain():
     assert [stream.feed(token) for token in TOKENIZER("aé😀").input_ids] == ["a", "", "é", "", "", "", "😀"]
 
 
+def made_by(kind):
+    """The tokenizer of a kind; skips where it needs a library that is not installed."""
+    if "SentencePiece" in kind:
+        pytest.importorskip("sentencepiece")
+    return tokenizer_of(kind)
+
+
+def decoded(tokenizer, tokens, skips=True):
+    return tokenizer.decode(tokens, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+
+
+def runs_of(tokenizer):
+    """Tokens of thirty scripts and any tokens; where there is byte fallback, texts in bytes and any bytes."""
+    drawn = random.Random(0)
+    yield from (tokenizer(text, add_special_tokens=False)["input_ids"] for text in SCRIPTS.values())
+    spelling = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    ids = {int(each[3:5], 16): token for token, each in enumerate(spelling) if each in BYTES}
+    if ids:
+        yield from ([ids[byte] for byte in text.encode()] for text in SCRIPTS.values())
+    for _ in range(150):
+        some = [*ids.values()] if ids and drawn.random() < 0.5 else range(len(tokenizer))
+        yield [
+            drawn.choice(some) if drawn.random() < 0.8 else drawn.randrange(len(tokenizer))
+            for _ in range(drawn.randrange(1, 24))
+        ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streamed_text_is_the_tokenizers_own_wherever_it_is_cut_and_is_never_taken_back(kind):
+    tokenizer = made_by(kind)
+    for tokens in runs_of(tokenizer):
+        stream, streamed = TextStream(tokenizer), ""
+        whole = decoded(tokenizer, tokens)
+        for index, token in enumerate(tokens):
+            streamed += stream.feed(token)
+            assert whole.startswith(streamed), tokens
+            assert streamed + copy(stream).finish() == decoded(tokenizer, tokens[: index + 1]), tokens
+        assert streamed + stream.finish() == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_of_all_tokens_are_the_text(kind):
+    tokenizer = made_by(kind)
+    if kind == "slow SentencePiece":
+        pytest.skip(
+            "it drops the spaces at both ends of whatever it decodes, and bytes stay as they are spelt"
+        )
+    for tokens in runs_of(tokenizer):
+        text = decoded(tokenizer, tokens, skips=False)
+        parts = [token_bytes(tokenizer, *pair) for pair in zip(tokens, [None, *tokens], strict=False)]
+        if "\ufffd" not in text:  # a byte for a space at the start is one that some strip
+            assert b"".join(parts).decode().removeprefix(" ") == text.removeprefix(" "), tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_marks_and_stop_strings_leave_the_text_beside_them_as_it_is(kind):
+    tokenizer = made_by(kind)
+    mark = tokenizer.convert_tokens_to_ids("</s>")
+    for name in ("Chinese", "Burmese", "Latin", "emoji"):
+        tokens = tokenizer(SCRIPTS[name], add_special_tokens=False)["input_ids"]
+        whole = decoded(tokenizer, tokens)
+        middle = len(tokens) // 2
+        while "\ufffd" in decoded(tokenizer, tokens[:middle]):  # between two characters
+            middle += 1
+        answer = AnswerText(tokenizer, marks={mark: "<m>"})
+        given = [*tokens[:middle], mark, *tokens[middle:]]
+        _, pieces = answer.feed(given, [0] * len(given))
+        text = "".join(each.text for each in [*pieces, *answer.finish()])
+        assert text.replace("<m>", "") == whole and "<m>" in text
+
+        stop = whole[len(whole) // 2 :][:2]
+        answer = AnswerText(tokenizer, [stop])
+        _, pieces = answer.feed(tokens, [0] * len(tokens))
+        text = "".join(each.text for each in [*pieces, *answer.finish()])
+        assert text == whole[: whole.find(stop)] and answer.is_stopped
+
+
 @pytest.mark.parametrize(
-    ("spelt", "decoded", "expected"),
+    ("kind", "spelt", "before", "expected"),
     [
-        ("Ġa", " a", b" a"),
-        ("Ã", "\ufffd", b"\xc3"),
-        ("ï¿½", "\ufffd", b"\xef\xbf\xbd"),
-        ("<0xE2>", "\ufffd", b"\xe2"),
-        ("\u2581word", "word", b" word"),
-        (None, "", b""),
-        ("<|end|>", "<|end|>", b"<|end|>"),
+        ("byte level", "Ġa", None, b" a"),
+        ("byte level", "Ã", None, b"\xc3"),
+        ("byte fallback, fuse, strip (Llama 2)", "<0xE2>", None, b"\xe2"),
+        ("byte fallback, fuse, strip (Llama 2)", "▁you", None, b"you"),
+        ("byte fallback, fuse, strip (Llama 2)", "▁you", "e", b" you"),
+        ("byte fallback, fuse, strip (Llama 2)", "▁you", "<0xE2>", b" you"),
+        ("WordPiece", "##e", "a", b"e"),
+        ("WordPiece", ".", "a", b"."),
+        ("byte level", "</s>", "Ġa", b"</s>"),
     ],
 )
-def test_the_bytes_of_a_token_are_its_own_where_it_is_a_part_of_a_character(spelt, decoded, expected):
-    assert token_bytes(spelt, decoded) == expected
+def test_the_bytes_of_a_token_are_its_own_where_it_is_a_part_of_a_character(kind, spelt, before, expected):
+    tokenizer = tokenizer_of(kind)
+    token, last = (tokenizer.get_vocab()[each] if each else None for each in (spelt, before))
+    assert token_bytes(tokenizer, token, last) == expected
+
+
+def test_a_token_that_the_vocabulary_lacks_has_no_bytes():
+    assert token_bytes(TOKENIZER, 10_000) == b""

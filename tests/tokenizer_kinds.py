@@ -1,148 +1,218 @@
-"""Tokenizers of every kind that causal language models have, and chat templates of every form, both tiny."""
+"""Tokenizers of each kind of decoder, so small that most characters of thirty scripts take several tokens."""
+
+# ruff: noqa: RUF001
 
 from __future__ import annotations
 
 import functools
+import io
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-BOS, EOS, END, ASKS, SAYS = "<s>", "</s>", "<|end|>", "<|user|>", "<|assistant|>"
-MARKS = (BOS, EOS, END, ASKS, SAYS)
-TEXTS = [
-    "Sure, here are three rivers: the Rhine, the Nile and the Mekong.",
-    "Name three rivers. Which is the longest? The Nile is the longest river. USER: ASSISTANT: [INST] [/INST]",
-    "讨论翡翠和鳄鱼 Größe naïve café",
-    "def f(x):\n    return x + 1\n",
-    "sure here are the rivers name which is",
-] * 4
+SCRIPTS = {
+    "Amharic": "ሰላም ዓለም፣ እንዴት ነህ?",
+    "Arabic": "مرحبا بالعالم، كيف حالك؟",
+    "Armenian": "Բարեւ աշխարհ, ինչպե՞ս ես:",
+    "Bengali": "ওহে বিশ্ব, কেমন আছো?",
+    "Burmese": "မင်္ဂလာပါကမ္ဘာလောက",
+    "Cherokee": "ᎣᏏᏲ ᎡᎶᎯ",
+    "Chinese": "讨论翡翠和鳄鱼，你好世界。",
+    "Coptic": "Ⲛⲟⲩϥⲣⲓ ⲡⲓⲕⲟⲥⲙⲟⲥ",
+    "Cyrillic": "Привет, мир! Как дела?",
+    "Devanagari": "नमस्ते दुनिया, आप कैसे हैं?",
+    "Ethiopic digits": "፩ ፪ ፫",
+    "Georgian": "გამარჯობა, მსოფლიო!",
+    "Gothic": "𐌲𐌿𐍄𐌹𐍃𐌺 𐍂𐌰𐌶𐌳𐌰",
+    "Greek": "Γειά σου Κόσμε, τι κάνεις;",
+    "Gujarati": "નમસ્તે વિશ્વ, કેમ છો?",
+    "Gurmukhi": "ਸਤਿ ਸ੍ਰੀ ਅਕਾਲ ਦੁਨਿਆ",
+    "Hangul": "안녕하세요 세계, 잘 지내?",
+    "Hebrew": "שלום עולם, מה שלומך?",
+    "Hiragana": "こんにちは、せかい。",
+    "Kannada": "ನಮಸ್ಕಾರ ಪ್ರಪಂಚ",
+    "Katakana": "コンニチハ、セカイ。",
+    "Khmer": "សួស្តីពិភពលោក",
+    "Lao": "ສະບາຍດີຊາວໂລກ",
+    "Latin": "Hello world, don't you agree? Yes: a-b, 3.14 (twice).",
+    "Malayalam": "നമസ്കാരം ലോകം",
+    "Mongolian": "ᠮᠣᠩᠭᠣᠯ ᠪᠢᠴᠢᠭ",
+    "Sinhala": "ආයුබෝවන් ලෝකය",
+    "Tamil": "வணக்கம் உலகம், எப்படி இருக்கிறாய்?",
+    "Telugu": "హలో ప్రపంచం",
+    "Thai": "สวัสดีชาวโลก สบายดีไหม",
+    "Tibetan": "བཀྲ་ཤིས་བདེ་ལེགས།",
+    "Vietnamese": "Chào thế giới, bạn khỏe không?",
+    "emoji": "👩‍👩‍👧‍👦 and 🏳️‍🌈, 👍🏽 🇩🇪 ☕️ 1️⃣",
+    "marks": "e\u0301 a\u0308\u0323 n\u0303",
+    "code": "def f(x):\n    return {'a': [1,  2]}\n\n\tdone",
+}
+CORPUS = [SCRIPTS["Latin"], SCRIPTS["code"], "the cat and the dog, the world and you. Привет 你好 सं"] * 8
+SPECIAL = ["<unk>", "<s>", "</s>"]
+NAMES: dict[str, Any] = dict(zip(("unk_token", "bos_token", "eos_token"), SPECIAL, strict=True))
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-_SENTENCEPIECE = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
 
 
-def _trained(model, trainer, pre_tokenizer=None, normalizer=None, decoder=None) -> Tokenizer:
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoder
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    return tokenizer
+def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **NAMES)
 
 
-def byte_level(**options) -> Tokenizer:
-    """GPT-2's, Llama 3's, Qwen's."""
-    given = {"add_prefix_space": False, **options}
+def byte_level(size: int = 420) -> Any:
+    """GPT-2's, Llama 3's and Qwen's; its merges end inside of characters."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=600, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    return _trained(models.BPE(), trainer, pre_tokenizers.ByteLevel(**given), decoder=decoders.ByteLevel())
+    tokenizer.train_from_iterator([*CORPUS, *SCRIPTS.values()], trainer)
+    return _wrapped(tokenizer)
 
 
-def byte_fallback(prepends: bool = True) -> Tokenizer:
-    """Llama 2's, Mistral's and Phi-3's; without a space before the text Gemma's."""
-    spaces = [normalizers.Replace(" ", "▁")]
-    given = normalizers.Sequence([normalizers.Prepend("▁"), *spaces] if prepends else spaces)
+def _with_byte_fallback(decoder: Any, prepends: bool) -> Any:
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    spaces = normalizers.Replace(" ", "▁")
+    steps = [normalizers.Prepend("▁"), spaces] if prepends else [spaces]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.decoder = decoder
     trainer = trainers.BpeTrainer(
-        vocab_size=600, show_progress=False, special_tokens=["<unk>", *BYTES], limit_alphabet=60
+        vocab_size=420, special_tokens=SPECIAL + BYTES, max_token_length=8, show_progress=False
     )
-    split = pre_tokenizers.Split(Regex("(?<!▁)(?=▁)"), "isolated")
-    model = models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    last = [decoders.Strip(" ", 1, 0)] if prepends else []
-    tokenizer = _trained(model, trainer, split, given, decoders.Sequence([*_SENTENCEPIECE, *last]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    return tokenizer
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    # as in files of such models: bytes are tokens like others, and no control tokens
+    described = json.loads(tokenizer.to_str())
+    described["added_tokens"] = [each for each in described["added_tokens"] if each["content"] in SPECIAL]
+    return _wrapped(Tokenizer.from_str(json.dumps(described)))
 
 
-def metaspace(scheme: str) -> Tokenizer:
-    """Newer SentencePiece tokenizers: Mistral's later ones, TinyLlama's."""
-    trainer = trainers.BpeTrainer(vocab_size=600, show_progress=False, special_tokens=["<unk>", *BYTES])
-    model = models.BPE(unk_token="<unk>", byte_fallback=True)
-    pre = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
-    pre_when_trained = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme)
-    tokenizer = _trained(
-        model, trainer, pre_when_trained, decoder=decoders.Metaspace("▁", prepend_scheme=scheme)
-    )
-    tokenizer.pre_tokenizer = pre
-    return tokenizer
+def llama_2() -> Any:
+    """Byte fallback, fuse and strip: Llama 2's, Mistral's, TinyLlama's and Phi-3's."""
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    return _with_byte_fallback(decoders.Sequence(steps), prepends=True)
 
 
-def unigram() -> Tokenizer:
-    """T5's and XLNet's."""
+def gemma() -> Any:
+    """Byte fallback and fuse, without strip."""
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return _with_byte_fallback(decoders.Sequence(steps), prepends=False)
+
+
+def metaspace() -> Any:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
     trainer = trainers.UnigramTrainer(
-        vocab_size=300, show_progress=False, unk_token="<unk>", special_tokens=["<unk>"]
+        vocab_size=500, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
     )
-    pre = pre_tokenizers.Metaspace("▁", prepend_scheme="always")
-    return _trained(models.Unigram(), trainer, pre, normalizers.NFKC(), decoders.Metaspace("▁"))
+    tokenizer.train_from_iterator([*CORPUS, *SCRIPTS.values()], trainer)
+    return _wrapped(tokenizer)
 
 
-TOKENIZERS = {
-    "byte level": byte_level,
-    "byte level with a space before": functools.partial(byte_level, add_prefix_space=True),
-    "byte level without a pattern": functools.partial(byte_level, use_regex=False),
-    "byte fallback": byte_fallback,
-    "byte fallback without a space before": functools.partial(byte_fallback, prepends=False),
-    "metaspace always": functools.partial(metaspace, "always"),
-    "metaspace first": functools.partial(metaspace, "first"),
-    "metaspace never": functools.partial(metaspace, "never"),
-    "unigram": unigram,
-}
-STRIPS = {
-    "as they are": {},
-    "blanks behind": {"rstrip": True},
-    "blanks before": {"lstrip": True},
-    "blanks around": {"lstrip": True, "rstrip": True},
-}
-"""What else the marks of a turn cover."""
+def word_piece(cleanup: bool = True) -> Any:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=cleanup)
+    trainer = trainers.WordPieceTrainer(vocab_size=700, special_tokens=SPECIAL, show_progress=False)
+    tokenizer.train_from_iterator([*CORPUS, *SCRIPTS.values()], trainer)
+    return _wrapped(tokenizer)
+
+
+def word_ends() -> Any:
+    """``</w>`` behind each word: the first GPT's."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.BPEDecoder()
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, special_tokens=SPECIAL, end_of_word_suffix="</w>", show_progress=False
+    )
+    tokenizer.train_from_iterator([*CORPUS, *SCRIPTS.values()], trainer)
+    return _wrapped(tokenizer)
+
+
+def replace_and_strip() -> Any:
+    """A mark that stands for a space, and the first one dropped, without byte fallback."""
+    tokenizer = metaspace().backend_tokenizer
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return _wrapped(tokenizer)
 
 
 @functools.cache
-def tokenizer_of(kind: str, strips: str, template: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with the marks of a turn and a chat template, each by its name."""
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=TOKENIZERS[kind]())
-    marks = [AddedToken(each, special=True, normalized=False, **STRIPS[strips]) for each in MARKS]
-    wrapped.add_special_tokens(
-        {"bos_token": marks[0], "eos_token": marks[1], "extra_special_tokens": marks[2:]}
+def sentencepiece_file() -> Path:
+    """A model of SentencePiece with byte fallback."""
+    import sentencepiece
+
+    model, folder = io.BytesIO(), Path(tempfile.mkdtemp())
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=340,
+        byte_fallback=True,
+        bos_id=1,
+        eos_id=2,
+        unk_id=0,
+        pad_id=-1,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        minloglevel=2,
     )
-    wrapped.chat_template = TEMPLATES[template]
-    return wrapped
+    path = folder / "spiece.model"
+    path.write_bytes(model.getvalue())
+    return path
 
 
-def _turns(asks: str, says: str, begin: str = "", add: str = "") -> str:
-    return (
-        f"{begin}{{% for message in messages %}}{{% if message.role == 'user' %}}{asks}{{% else %}}{says}"
-        f"{{% endif %}}{{% endfor %}}{{% if add_generation_prompt %}}{add}{{% endif %}}"
+def slow(name: str) -> Any:
+    """One of ``transformers``' tokenizers in Python over SentencePiece."""
+    import transformers
+
+    return getattr(transformers, name)(
+        vocab_file=str(sentencepiece_file()),
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token=None,
     )
 
 
-TEMPLATES = {
-    "ChatML": _turns(
-        "<|user|>\n{{ message.content }}<|end|>\n", "<|assistant|>\n{{ message.content }}<|end|>\n",
-        add="<|assistant|>\n",
-    ),
-    "Phi 3": _turns(
-        "<|user|>\n{{ message.content }}<|end|>\n", "<|assistant|>\n{{ message.content }}<|end|>\n",
-        add="<|assistant|>\n{% else %}{{ eos_token }}",
-    ),
-    "without newlines": _turns(
-        "<|user|>{{ message.content }}<|end|>",
-        "<|assistant|>{{ message.content }}<|end|>",
-        add="<|assistant|>",
-    ),
-    "Llama 2": _turns(
-        "<s>[INST] {{ message.content.strip() }} [/INST]", " {{ message.content.strip() }} </s>"
-    ),
-    "Mistral": _turns("[INST] {{ message.content }} [/INST]", "{{ message.content }}</s>", "<s>"),
-    "Mistral with a space": _turns(
-        "[INST] {{ message.content }} [/INST]", " {{ message.content }}</s>", "<s>"
-    ),
-    "GLM": _turns(
-        "<|user|>\n{{ message.content }}", "<|assistant|>\n{{ message.content }}<|end|>", add="<|assistant|>"
-    ),
-    "Vicuna": _turns(
-        "USER: {{ message.content }} ", "ASSISTANT: {{ message.content }}</s>", "<s>", "ASSISTANT:"
-    ),
-    "Zephyr": _turns(
-        "<|user|>\n{{ message.content }}</s>\n", "<|assistant|>\n{{ message.content }}</s>\n",
-        add="<|assistant|>\n",
-    ),
-}  # fmt: skip
+def slow_that_joins_bytes() -> Any:
+    """As the code that comes with models on the hub decodes: SentencePiece joins the pieces itself."""
+    from transformers import BertGenerationTokenizer
+
+    class Joining(BertGenerationTokenizer):
+        def convert_tokens_to_string(self, tokens: list[str]) -> str:
+            return self.sp_model.decode(tokens)
+
+    return Joining(
+        vocab_file=str(sentencepiece_file()),
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token=None,
+    )
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "byte level": byte_level,
+    "byte fallback, fuse, strip (Llama 2)": llama_2,
+    "byte fallback, fuse (Gemma)": gemma,
+    "metaspace": metaspace,
+    "replace, fuse, strip": replace_and_strip,
+    "WordPiece": word_piece,
+    "WordPiece as it is": functools.partial(word_piece, cleanup=False),
+    "word ends": word_ends,
+    "slow SentencePiece": functools.partial(slow, "BertGenerationTokenizer"),
+    "slow SentencePiece that joins bytes": slow_that_joins_bytes,
+}
+
+
+@functools.cache
+def tokenizer_of(kind: str) -> Any:
+    return KINDS[kind]()

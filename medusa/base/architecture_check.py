@@ -31,12 +31,14 @@ from medusa.base.attention import attention_windows, check_attention, is_code_of
 from medusa.base.causal_lm import (
     CausalLM,
     cache_argument,
+    cache_of,
     context_length,
     copy_sharing_parameters,
     lm_head,
     lm_head_device,
     new_cache,
     prefill,
+    takes_cache,
     verify,
     vocab_size,
 )
@@ -271,10 +273,10 @@ def _own_logits(base: CausalLM, rows: Tensor) -> Tensor:
 def _own_cached_logits(base: CausalLM, rows: Tensor) -> Tensor:
     """The same from the model's own cache, the last tokens one at a time."""
     start = rows.shape[1] - TREE.depth - 2
-    output, name = base(input_ids=rows[:, :start], use_cache=True), cache_argument(base)
+    output = base(input_ids=rows[:, :start], use_cache=True)
     parts = [output.logits]
     for column in range(start, rows.shape[1]):
-        cache = {name: output[name]}
+        cache = {cache_argument(base): cache_of(output)}
         output = base(input_ids=rows[:, column : column + 1], use_cache=True, **cache)
         parts.append(output.logits)
     return torch.cat(parts, dim=1)
@@ -358,9 +360,9 @@ def check_decodable(base: CausalLM, attends_here: bool = True) -> None:
         check_states(base)
         return
     parameters = inspect.signature(type(base).forward).parameters
-    if "past_key_values" not in parameters and is_code_of_transformers(base):
+    if not takes_cache(base) and is_code_of_transformers(base):
         raise ValueError(
-            f"{name}.forward takes no past_key_values, so it keeps no keys and values of a prompt; "
+            f"{name}.forward takes no cache of transformers, so it keeps no keys and values of a prompt; "
             "tree verification needs a model with a key-value cache"
         )
     if "position_ids" not in parameters:

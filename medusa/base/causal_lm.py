@@ -19,11 +19,11 @@ Besides its context a model may have a position past which it computes otherwise
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -279,7 +279,9 @@ def _verify_chains(
     for row, states in enumerate(cache.stateful_rows):
         read = states.begin_pass(tokens[row : row + 1])
         num_replayed = read.shape[1] - tokens.shape[1]
-        with capture_hidden_states(base, partial(_narrowed, to=num_replayed + wanted[row]), layers) as seen:
+        with capture_hidden_states(
+            base, functools.partial(_narrowed, to=num_replayed + wanted[row]), layers
+        ) as seen:
             output = base(**_chain_inputs(base, read, states))
         found.append((seen.last[:, num_replayed:], output.logits))
     hidden, logits = zip(*found, strict=True)
@@ -302,11 +304,36 @@ def _chain_inputs(base: CausalLM, tokens: Tensor, row: StatefulRow) -> dict[str,
     return given | ({"position_ids": positions} if takes_positions else {})
 
 
-def cache_argument(base: CausalLM) -> str:
-    """The name of the cache in ``base``'s forward: ``past_key_values``, or ``cache_params`` where all layers
-    are recurrent."""
-    takes = inspect.signature(type(base).forward).parameters
-    return "cache_params" if "cache_params" in takes else "past_key_values"
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
+"""Names of the cache in a forward. ``transformers`` 5.24 calls it ``cache`` and warns of the others, which
+were its names before; the last was for models whose layers are all recurrent."""
+
+
+def takes_cache(module: nn.Module) -> bool:
+    """Whether the class of ``module`` names a cache of ``transformers`` in its forward."""
+    return _named_cache(cast(Any, type(module))) is not None
+
+
+def cache_argument(module: nn.Module) -> str:
+    """The name of the cache in the forward of a model or a layer. A class that names none, and hands on
+    whatever comes, is one of a model's own code, which uses the name that all versions take."""
+    return _named_cache(cast(Any, type(module))) or "past_key_values"
+
+
+@functools.cache
+def _named_cache(kind: Any) -> str | None:
+    """The name by the first class of the inheritance that has one."""
+    for each in kind.__mro__:
+        takes = inspect.signature(each.forward).parameters if "forward" in vars(each) else {}
+        for name in CACHE_ARGUMENTS:  # XLM's is a dict
+            if name in takes and not str(takes[name].annotation).startswith("dict["):
+                return name
+    return None
+
+
+def cache_of(output: Any) -> Any:
+    """The cache in a model's output, under whichever name."""
+    return next(output[name] for name in CACHE_ARGUMENTS if name in output.keys())  # noqa: SIM118
 
 
 def tree_inputs(
@@ -338,7 +365,7 @@ def tree_inputs(
         "position_ids": node_positions(
             cache.lengths, topology, cache.num_positions or context_length(base), nodes
         ),
-        "past_key_values": cache,
+        cache_argument(base): cache,
         "use_cache": True,
     }
 

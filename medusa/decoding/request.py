@@ -29,14 +29,24 @@ from transformers.generation import GenerationMode
 
 from medusa.acceptance.rules import RULES
 from medusa.acceptance.sampling import NODE_PROCESSORS, row_seeds
-from medusa.base.causal_lm import CausalLM, check_positions, embedding_weight, ids_of, lm_head_device
+from medusa.base.causal_lm import (
+    CACHE_ARGUMENTS,
+    CausalLM,
+    check_positions,
+    embedding_weight,
+    ids_of,
+    lm_head_device,
+)
+from medusa.base.recurrent import holds_text
 from medusa.decoding.state import DecodeRequest, is_exact
 from medusa.hardware import sent
 
 DROPPED_ARGUMENTS = {
     "assistant_model": "a model that drafts is a drafter here: pass drafter=",
     "streamer": "stream() yields the tokens itself; generate() takes a streamer",
-    "past_key_values": "a tree needs medusa's own cache, and would leave the caller's as it is",
+    **dict.fromkeys(
+        CACHE_ARGUMENTS, "a tree needs medusa's own cache, and would leave the caller's as it is"
+    ),
 }
 """Arguments that ``generate`` would drop without a word on its way to a custom method."""
 UNAVAILABLE_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -165,9 +175,9 @@ def _check_supported(
     asked = [name for name in UNAVAILABLE_OUTPUTS if getattr(config, name, False)]
     if asked and config.return_dict_in_generate:  # transformers too reads them only with it
         raise ValueError(f"{', '.join(asked)} not available: a verified tree has no single row per step")
-    cache = model_inputs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError("past_key_values must be left out: a tree needs medusa's own cache")
+    for name in CACHE_ARGUMENTS:
+        if (cache := model_inputs.get(name)) is not None and holds_text(cache):
+            raise ValueError(f"{name} must be left out: a tree needs medusa's own cache")
     if model_inputs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds is not supported: drafts are tokens; pass input_ids")
     unread = [

@@ -37,6 +37,7 @@ from medusa.decoding.static import StaticRows, StepRunner, static_drafter, warn_
 from medusa.decoding.step import ModelRunner
 from medusa.drafters.protocol import Drafter
 from medusa.engine.compiled import CompiledPass, layers_unsupported_reason, library_paths
+from medusa.engine.libraries import library_errors
 from medusa.engine.optimized_heads import compile_heads, parts_of_heads
 from medusa.engine.snapshot import alteration_of
 from medusa.engine.views import packed_as
@@ -65,12 +66,17 @@ class Steps:
         self._pass: CompiledPass | None = None
 
     def compiled_pass(self) -> tuple[CompiledPass, float]:
-        """The base's passes, and the seconds that getting them took; the heads are compiled with them."""
+        """The base's passes, and the seconds that getting them took; the heads are compiled with them.
+
+        Raises:
+            ValueError: they cannot be compiled, kept or loaded here, or compute something else.
+        """
         with self._lock:
             began = time.perf_counter()
             if self._pass is None:
-                compile_heads(self.heads, lm_head(self.base))
-                self._pass = CompiledPass(self.base)
+                with library_errors("compiled steps"):
+                    compile_heads(self.heads, lm_head(self.base))
+                    self._pass = CompiledPass(self.base)
             return self._pass, time.perf_counter() - began
 
     def library_paths(self) -> list[Path]:

@@ -33,6 +33,7 @@ from medusa.base.attention import attention_windows, takes_seen_slots
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import (
     CausalLM,
+    cache_argument,
     capture_hidden_states,
     copy_sharing_parameters,
     decoder_layers,
@@ -267,7 +268,7 @@ def _parts(view: CausalLM) -> _Parts:
     settings = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
     common = (settings, config._attn_implementation)
 
-    inputs["past_key_values"] = new_cache(view, 1)  # one that holds nothing
+    inputs[cache_argument(view)] = new_cache(view, 1)  # one that holds nothing
     before = _Before(view, calls, inputs)
     takes = before.takes(given[1])
     hidden = [[*each, *before(*each)][takes[0][0]] for each in given]
@@ -398,7 +399,7 @@ class _Ends(nn.Module):
 
     def run(self, given: Sequence[Tensor]) -> Tensor:
         """The logits from the output of the last stub."""
-        inputs = _exchanged(self._inputs, iter(given), self._inputs["past_key_values"])
+        inputs = _exchanged(self._inputs, iter(given), self._inputs[cache_argument(self.base)])
         return self.base(**inputs).logits
 
 

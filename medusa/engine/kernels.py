@@ -57,7 +57,14 @@ from transformers.pytorch_utils import Conv1D
 from medusa import files
 from medusa.base.attention import TREE_ATTENTION
 from medusa.console import log_console
-from medusa.engine.libraries import check_library, compile_library, digest_of, found_compiler, kept_library
+from medusa.engine.libraries import (
+    check_library,
+    compile_library,
+    digest_of,
+    found_compiler,
+    in_a_line,
+    kept_library,
+)
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "group_quantised.cpp"))
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "tiles.h", "group_quantised.h"))
@@ -74,18 +81,26 @@ def kernels_unsupported_reason() -> str | None:
     if compiler is None:
         return "a C++ compiler (g++ or clang++), and none is installed"
     try:
-        path = _compiled(compiler)
+        _load(_compiled(compiler))
     except subprocess.CalledProcessError as error:
-        says = next(
-            (line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip()[-200:]
+        return f"kernels that compile, and {compiler} failed: {in_a_line(error)}"
+    except (OSError, ValueError) as error:  # no place to keep it, or none to run it from
+        log_console().print(
+            f"the kernels are compiled for this process only: {in_a_line(error)}", style="dim", soft_wrap=True
         )
-        return f"kernels that compile, and {compiler} failed: {says}"
-    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # libraries that Inductor compiles call them by name
-    torch.ops.load_library(str(path))
+        try:
+            _load(_compiled_for_this_process(compiler))
+        except (OSError, subprocess.CalledProcessError) as second:
+            return f"kernels that can be loaded: {in_a_line(second)}; TMPDIR names another directory"
     torch.library.register_fake("medusa::packed_product", _shape_of_product, allow_override=True)
     torch.library.register_fake("medusa::tree_attention", _shape_of_attention, allow_override=True)
     torch.library.register_fake("medusa::quantised_rows", _shape_of_rows, allow_override=True)
     return None
+
+
+def _load(path: Path) -> None:
+    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # libraries that Inductor compiles call them by name
+    torch.ops.load_library(str(path))
 
 
 def are_loaded() -> bool:
@@ -119,19 +134,19 @@ def has_tiles(wanted: bool | None = None) -> bool:
 
 
 def _compiled(compiler: str) -> Path:
-    """The library, compiled first if it does not exist; in a directory of this process only if the user's
-    cache cannot be written."""
+    """The library in the user's cache, compiled first if it does not exist."""
     path = kept_library("kernels", digest_of(source_text(), compiler, FLAGS))
     text = f"compiling kernels for this processor: some seconds, once; kept in {path.parent}"
-    try:
-        compile_library(path, text, lambda directory: _built(compiler, directory / "kernels.so"))
-        check_library(path)
-    except PermissionError as error:
-        log_console().print(f"the kernels are compiled for this process only: {error}", style="dim")
-        directory = tempfile.TemporaryDirectory(prefix="medusa-kernels-")
-        _kept.append(directory)
-        return _built(compiler, Path(directory.name) / "kernels.so")
+    compile_library(path, text, lambda directory: _built(compiler, directory / "kernels.so"))
+    check_library(path)
     return path
+
+
+def _compiled_for_this_process(compiler: str) -> Path:
+    """The library in a directory that goes with this process."""
+    directory = tempfile.TemporaryDirectory(prefix="medusa-kernels-")
+    _kept.append(directory)
+    return _built(compiler, Path(directory.name) / "kernels.so")
 
 
 _kept: list[Any] = []
@@ -395,14 +410,16 @@ def _kept_ratios() -> dict[str, float]:
     """:func:`_time_ratios` of this machine, measured once."""
     digest = digest_of(source_text(), found_compiler(), FLAGS)
     path = kept_library("twelve-bits", digest).with_suffix(".json")
-    if path.exists():
-        return dict(files.read_json(path))
-    ratios = _time_ratios()
     try:
+        if path.exists():
+            return dict(files.read_json(path))
+        ratios = _time_ratios()
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(path, ratios)
-    except PermissionError as error:
-        log_console().print(f"twelve bits are timed for this process only: {error}", style="dim")
+    except (OSError, ValueError) as error:  # no place to keep it, or what was kept is damaged
+        text = f"twelve bits are timed for this process only: {in_a_line(error)}"
+        log_console().print(text, style="dim", soft_wrap=True)
+        ratios = _time_ratios()
     return ratios
 
 

@@ -11,7 +11,9 @@ import math
 import os
 import platform
 import shutil
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,36 @@ from medusa.console import log_console
 from medusa.hardware import device_name
 
 COMPILERS = ("g++", "clang++", "c++")
+
+
+class LibraryError(ValueError):
+    """A library could not be compiled, kept or loaded. Slower code computes the same without it."""
+
+
+@contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Turns whatever keeps a library from being compiled, kept or loaded into a LibraryError of one line.
+
+    The system, the compiler and torch raise exceptions of many types, and what follows is the same for all:
+    the next slower way. Errors that are in words already, ValueErrors, pass.
+    """
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        raise LibraryError(
+            f"{what} could not be compiled, kept or loaded: {in_a_line(error)}; MEDUSA_CACHE names a "
+            "directory for libraries, which can be written and run from"
+        ) from error
+
+
+def in_a_line(error: Exception) -> str:
+    """The line of an error that says most: a compiler's first that has the word."""
+    said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+    lines = [line.strip() for line in str(said or error).splitlines() if line.strip()]
+    told = next((line for line in lines if "error:" in line), lines[0] if lines else type(error).__name__)
+    return told[:300]
 
 
 def found_compiler() -> str | None:

@@ -148,15 +148,18 @@ class _OneHead(nn.Module):
             "blocks": nn.ModuleList([heads.blocks[index]]),
             "path_products": nn.ModuleList([heads.path_products[index]]),
         }
-        if isinstance(heads.scorer, nn.Module):
+        if heads.config.unembedding == "full":
+            parts["unembed"] = nn.ParameterList([heads.unembed[index]])
+        elif isinstance(heads.scorer, nn.Module):
             parts["scorer"] = heads.scorer
         else:
             self.embedding = lm_head
         self.heads = _with_parts(heads, parts, {"token_map": heads.token_map})
-        self._embed = lm_head.forward
+        self._embed, self._typed = lm_head.forward, embedding_weight(lm_head).detach().new_empty(0)
 
     def forward(self, hidden: Tensor, path: Tensor, rows: Tensor) -> list[Tensor]:
-        return [self.heads.logits_of(0, hidden, cast(nn.Module, _Rows(self._embed, rows)), path)]
+        lm_head = cast(nn.Module, _Rows(self._embed, self._typed, rows))
+        return [self.heads.logits_of(0, hidden, lm_head, path)]
 
 
 class _Fused(nn.Module):
@@ -176,7 +179,10 @@ class _Fused(nn.Module):
 
 @dataclass
 class _Rows:
-    """An LM head whose rows are an input, so that no library holds a copy of them."""
+    """An LM head whose rows are an input, so that no library holds a copy of them. A base that was loaded by
+    its name holds them in another type than its LM head computes in."""
 
     forward: Callable[[Tensor], Tensor]
     weight: Tensor
+    """Read for its type only."""
+    rows: Tensor

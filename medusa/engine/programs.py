@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
+import re
+import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from medusa.engine.kernels import PackedMatmul, source_text
-from medusa.engine.libraries import check_library, compile_library, digest_of, kept_library
+from medusa.engine.libraries import LibraryError, check_library, compile_library, digest_of, kept_library
 from medusa.engine.views import JoinedLinear
 
-VERSION = 9
+VERSION = 10
 """Version of the compiled code: raise it with every change of a program's computation."""
 
 
@@ -158,7 +162,59 @@ class _OfItsWeights(nn.Module):
 
 @torch.no_grad()
 def compiled_program(exported: torch.export.ExportedProgram, directory: Path) -> Path:
-    """The shared library of a program that may call the kernels, in ``directory``."""
+    """The shared library of a program that may call the kernels, in ``directory``.
+
+    Raises:
+        LibraryError: torch is in a directory whose path its compiler cannot take.
+    """
+    torch_home = Path(torch.__file__).parent
+    if not _is_taken(torch_home):
+        raise LibraryError(
+            "torch cannot compile where a path has blanks or quotes in it, and it is installed in "
+            f"{torch_home}; install it in another directory"
+        )
+    if not _is_taken(Path(tempfile.gettempdir())):
+        raise LibraryError(
+            "torch cannot compile where a path has blanks or quotes in it, and temporary files are in "
+            f"{tempfile.gettempdir()}; TMPDIR names another directory"
+        )
+    from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+
+    if _is_taken(directory) and _is_taken(Path(_inductor_cache())):
+        return _compiled_in(exported, directory)
+    places = [each for each in map(Path, PLAIN_PLACES) if each.is_dir() and os.access(each, os.W_OK)]
+    if not places:
+        raise LibraryError(
+            f"torch cannot compile in a path with blanks or quotes, got {directory}; MEDUSA_CACHE names "
+            "another"
+        )
+    with (
+        tempfile.TemporaryDirectory(prefix="medusa-", dir=places[0]) as made,
+        temporary_cache_dir(str(Path(made) / "inductor")),
+    ):
+        return Path(shutil.copy(_compiled_in(exported, Path(made)), directory))
+
+
+PLAIN_PLACES = ("/tmp", "/var/tmp", "/dev/shm")
+"""Directories to compile in, where the path of the cache is none for torch's compiler."""
+
+
+def _is_taken(path: Path) -> bool:
+    """Whether torch's compiler, which gets a line of words, takes ``path`` as one."""
+    return re.fullmatch(r"[\w./+@=:,~-]+", str(path.absolute()), re.ASCII) is not None
+
+
+def _inductor_cache() -> str:
+    """Torch's own directory; one that is not taken where a user has no name, for which torch has none."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    try:
+        return str(cache_dir())
+    except (KeyError, OSError):
+        return " "
+
+
+def _compiled_in(exported: torch.export.ExportedProgram, directory: Path) -> Path:
     options = {
         "aot_inductor.output_path": str(directory),
         "cpp.threads": 1,  # loops of few rows are shorter than waking another thread

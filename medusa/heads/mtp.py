@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
+from medusa.base.causal_lm import CausalLM, cache_argument, hidden_size, vocab_size
 from medusa.heads.autoregressive_head import AutoregressiveHead, Drafted
 from medusa.heads.draft_vocab import MAX_LAYERS, MAX_SIZE
 from medusa.heads.medusa_heads import MAX_DEPTH
@@ -125,6 +125,7 @@ class MtpHead(AutoregressiveHead):
             raise ValueError(f"heads of kind 'mtp' need {_NEEDED}")
         base = without_weights(config.base_config)
         self.layers = modules(base, base.config.num_mtp_layers).layers
+        self._cache_argument = cache_argument(self.layers[0])
         with torch.device("cpu"):  # no file holds its frequencies: a head built on "meta" needs real ones too
             self.rotary_emb = type(base.get_decoder().rotary_emb)(base.config)
 
@@ -152,7 +153,7 @@ class MtpHead(AutoregressiveHead):
             position_embeddings=self.rotary_emb(features, position_ids),
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=cache,
+            **{self._cache_argument: cache},
         )
         return Drafted(states, states)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import medusa
-from medusa.base.causal_lm import CausalLM
+from medusa.base.causal_lm import CausalLM, cache_argument
 from medusa.console import PERCENT, Column
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.heads.calibration import AnsweredTokens
@@ -232,7 +232,7 @@ def reader_of(model: CausalLM, tokens_per_pass: int | None = None) -> Reader:
     def read(tokens: Sequence[int]) -> Iterator[Tensor]:
         cache = DynamicCache(config=model.config)
         for part in torch.tensor([list(tokens)], device=model.device).split(step, dim=1):
-            yield model(input_ids=part, past_key_values=cache, use_cache=True).logits[0]
+            yield model(input_ids=part, use_cache=True, **{cache_argument(model): cache}).logits[0]
 
     return read
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 import uuid
 from collections import Counter, defaultdict
@@ -57,7 +58,8 @@ class Replies:
             "created": int(time.time()),
             "model": model_name,
         }
-        self._num_chars: dict[int, int] = {}
+        self._before: dict[int, int] = {}  # the last token that was told, by choice
+        self._texts: dict[int, tuple[int, Any]] = {}  # characters that were told, and how bytes become more
         self._echoed, self._readers = echoed, defaultdict[int, OutputParser](reader_of)
 
     def whole(self, updates: Sequence[Sequence[Update]], usage: dict[str, Any]) -> dict[str, Any]:
@@ -145,42 +147,55 @@ class Replies:
     def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not self.wants_logprobs:
             return None
+        behind = [self._before.get(index), *(entry.token for entry in entries)]
+        if entries:
+            self._before[index] = entries[-1].token
         if self.is_chat:
             content = [
                 {
-                    **self._named(entry.token, entry.logprob),
-                    "top_logprobs": [self._named(*each) for each in entry.top],
+                    **self._named(entry.token, entry.logprob, before),
+                    "top_logprobs": [self._named(*each, before) for each in entry.top],
                 }
-                for entry in entries
+                for before, entry in zip(behind, entries, strict=False)
             ]
             return {"content": content}
-        offset, offsets = self._num_chars.get(index, 0), []
-        tokens = [self._name(entry.token) for entry in entries]
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        self._num_chars[index] = offset
+        spelt = [self._bytes(entry.token, before) for before, entry in zip(behind, entries, strict=False)]
         return {
-            "tokens": tokens,
+            "tokens": [_name(each) for each in spelt],
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
-            "top_logprobs": [self._by_name(entry) for entry in entries],
-            "text_offset": offsets,
+            "top_logprobs": [
+                self._by_name(entry, before) for before, entry in zip(behind, entries, strict=False)
+            ],
+            "text_offset": self._offsets(index, spelt),
         }
 
-    def _by_name(self, entry: TokenLogprobs) -> dict[str, float]:
+    def _offsets(self, index: int, spelt: Sequence[bytes]) -> list[int]:
+        """Where in the text each token's first character begins."""
+        offset, decoder = self._texts.get(index) or (0, codecs.getincrementaldecoder("utf-8")("replace"))
+        offsets = []
+        for each in spelt:
+            offsets.append(offset)
+            offset += len(decoder.decode(each))
+        self._texts[index] = offset, decoder
+        return offsets
+
+    def _by_name(self, entry: TokenLogprobs, before: int | None) -> dict[str, float]:
         """The likeliest tokens, and the one that was chosen; of tokens of one name the likelier."""
         found: dict[str, float] = {}
         for token, logprob in [*entry.top, (entry.token, entry.logprob)]:
-            found.setdefault(self._name(token), _finite(logprob))
+            found.setdefault(_name(self._bytes(token, before)), _finite(logprob))
         return found
 
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        name = self._name(token)
-        spelt = self.tokenizer.convert_ids_to_tokens(token)
-        return {"token": name, "logprob": _finite(logprob), "bytes": [*token_bytes(spelt, name)]}
+    def _named(self, token: int, logprob: float, before: int | None) -> dict[str, Any]:
+        spelt = self._bytes(token, before)
+        return {"token": _name(spelt), "logprob": _finite(logprob), "bytes": [*spelt]}
 
-    def _name(self, token: int) -> str:
-        return self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    def _bytes(self, token: int, before: int | None) -> bytes:
+        return token_bytes(self.tokenizer, token, before)
+
+
+def _name(spelt: bytes) -> str:
+    return spelt.decode(errors="replace")
 
 
 def _add_to_calls(calls: list[dict[str, Any]], part: Part) -> None:

@@ -104,15 +104,15 @@ REFUSED = {
     ),
     "no cache (OpenAI-GPT)": (
         lambda: OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=61, n_embd=16, n_layer=1, n_head=2)),
-        "OpenAIGPTLMHeadModel.forward takes no past_key_values, so it keeps no keys and values",
+        "OpenAIGPTLMHeadModel.forward takes no cache of transformers, so it keeps no keys and values",
     ),
     "a cache of its own (XLM)": (
         lambda: XLMWithLMHeadModel(XLMConfig(vocab_size=61, emb_dim=16, n_layers=1, n_heads=2)),
-        "XLMWithLMHeadModel.forward takes no past_key_values",
+        "XLMWithLMHeadModel.forward takes no cache of transformers",
     ),
     "a cache of its own (Flaubert)": (
         lambda: FlaubertWithLMHeadModel(FlaubertConfig(vocab_size=61, emb_dim=16, n_layers=1, n_heads=2)),
-        "FlaubertWithLMHeadModel.forward takes no past_key_values",
+        "FlaubertWithLMHeadModel.forward takes no cache of transformers",
     ),
     "buckets": (
         lambda: ReformerModelWithLMHead(
@@ -120,7 +120,7 @@ REFUSED = {
                 vocab_size=61, hidden_size=16, attn_layers=["local"], is_decoder=True, axial_pos_embds=False
             )
         ),
-        "ReformerModelWithLMHead.forward takes no past_key_values",
+        "ReformerModelWithLMHead.forward takes no cache of transformers",
     ),
     "attends to images": (
         lambda: MllamaForCausalLM(
@@ -255,8 +255,8 @@ def test_a_prefix_that_attends_in_both_directions_is_found():
 class IgnoresPositions(LlamaForCausalLM):
     """Code from elsewhere that takes positions from the order of tokens."""
 
-    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **kwargs):
-        return super().forward(input_ids, past_key_values=past_key_values, **kwargs)
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        return super().forward(input_ids, **kwargs)
 
 
 class ForgetsItsWindow(LlamaModel):

@@ -16,12 +16,14 @@ from conftest import (
     random_prompts,
     tiny_model,
 )
-from torch import Tensor
+from stateful_models import stateful_model
+from torch import Tensor, nn
 from transformers import (
     Cohere2Config,
     Cohere2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DynamicCache,
     FalconConfig,
     FalconForCausalLM,
     Gemma2Config,
@@ -58,9 +60,13 @@ from transformers import (
     Starcoder2Config,
     Starcoder2ForCausalLM,
 )
+from transformers.utils import generic
 
 from medusa import CandidateTree, MedusaModel
+from medusa.base.architecture_check import verification_error
 from medusa.base.causal_lm import (
+    cache_argument,
+    cache_of,
     context_length,
     hidden_size,
     hidden_states,
@@ -68,6 +74,7 @@ from medusa.base.causal_lm import (
     lm_head,
     new_cache,
     prefill,
+    takes_cache,
     verify,
     vocab_size,
 )
@@ -262,6 +269,67 @@ def test_nothing_stays_attached_to_the_base():
     assert hooks_and_attributes(base) == before
     assert base.config.to_dict() == config
     assert base.generation_config.to_dict() == generation
+
+
+class NamedByTransformersNow(nn.Module):
+    def forward(self, input_ids, cache=None, use_cache=None):
+        return input_ids
+
+
+class NamedBefore(nn.Module):
+    def forward(self, input_ids, past_key_values: DynamicCache | None = None):
+        return input_ids
+
+
+class NamedForStates(nn.Module):
+    def forward(self, input_ids, cache_params=None):
+        return input_ids
+
+
+class HandsOn(NamedByTransformersNow):
+    def forward(self, input_ids, **kwargs):
+        return super().forward(input_ids, **kwargs)
+
+
+class KeepsAnother(nn.Module):
+    def forward(self, input_ids, cache: dict[str, Tensor] | None = None):
+        return input_ids
+
+
+class NamesNothing(nn.Module):
+    def forward(self, *args, **kwargs):
+        return args
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "is_named"),
+    [
+        (NamedByTransformersNow, "cache", True),
+        (NamedBefore, "past_key_values", True),
+        (NamedForStates, "cache_params", True),
+        (HandsOn, "cache", True),
+        (KeepsAnother, "past_key_values", False),
+        (NamesNothing, "past_key_values", False),
+    ],
+)
+def test_the_cache_is_called_what_the_forward_calls_it(kind, name, is_named):
+    assert (cache_argument(kind()), takes_cache(kind())) == (name, is_named)
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("model_type", ["llama", "gemma3", "mamba2", "qwen3_next"])
+def test_no_name_that_transformers_is_about_to_drop_is_used(model_type, monkeypatch):
+    is_stateful = model_type in ("mamba2", "qwen3_next")
+    base = stateful_model(model_type) if is_stateful else tiny_model(model_type)
+    told = []
+    monkeypatch.setattr(generic.logger, "warning_once", told.append)
+    prompt = random_prompts(1, 9)
+    model = MedusaModel(base)
+    model.generate(prompt, max_new_tokens=4)
+    filled = {cache_argument(base): cache_of(base(prompt, use_cache=True))}
+    with pytest.raises(ValueError, match=f"{cache_argument(base)} must be left out"):
+        base.generate(prompt, custom_generate=model.decode, **filled)
+    assert verification_error(base) is None and told == []
 
 
 def test_sizes_are_read_from_the_output_embedding():

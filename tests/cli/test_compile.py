@@ -13,6 +13,7 @@ from medusa import HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel, save_
 from medusa.cli import loading
 from medusa.cli.loading import set_step
 from medusa.cli.main import main
+from medusa.decoding import steps
 from medusa.decoding.steps import Steps
 from medusa.engine.kernels import kernels_unsupported_reason
 
@@ -69,6 +70,34 @@ def test_where_compiled_passes_are_refused_steps_run_general_and_the_user_is_tol
     set_step(model, None)
     assert model.step == "general"
     assert "steps run general, which is slower: compiled passes of Llama" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(30, "Read-only file system"),
+        PermissionError(13, "Permission denied"),
+        OSError("libmade.so: failed to map segment from shared object"),
+        OSError(37, "No locks available"),
+        KeyError("getpwuid(): uid not found: 4242"),
+        RuntimeError("C++ compile error\n\nCommand:\ng++ a b\n\nOutput:\na.cpp:1:1: error: it is wrong"),
+    ],
+    ids=lambda error: type(error).__name__ + str(error)[:12],
+)
+def test_whatever_keeps_a_library_from_its_use_is_one_line_and_steps_run_general(
+    monkeypatch, nothing_is_compiled_unasked, capsys, error
+):
+    def fails(*given):
+        raise error
+
+    monkeypatch.setattr(loading, "default_step", nothing_is_compiled_unasked)
+    monkeypatch.setattr(steps, "CompiledPass", fails)
+    model = MedusaModel(tiny_model("llama"), engine="packed")
+    set_step(model, None)
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert model.step == "general"
+    assert "steps run general, which is slower: compiled steps could not be compiled, kept or loaded" in line
+    assert "MEDUSA_CACHE" in line and "Command" not in line
 
 
 def test_an_engine_that_keeps_no_library_is_refused(compiling):

@@ -9,6 +9,7 @@ import hashlib
 import mmap
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -18,14 +19,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, CHECKOUT, random_prompts, tiny_model
+from conftest import ARCHITECTURES, CHECKOUT, GROUPED, random_prompts, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_candidate_tree import trees
 from test_causal_lm import OTHERS
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from medusa import CandidateTree, MedusaModel
+from medusa import CandidateTree, MedusaModel, files
 from medusa.acceptance import sampling
 from medusa.acceptance.sampling import hashed_bits
 from medusa.base.attention import TREE_ATTENTION, seen_slots, tree_attention_masks
@@ -647,12 +649,62 @@ def test_two_processes_build_once_and_another_processor_builds_its_own(unbuilt, 
 
 
 @needs_kernels
-def test_a_damaged_library_is_refused_with_what_to_delete(unbuilt, monkeypatch):
+def test_a_damaged_library_is_not_loaded_and_another_is_made_for_this_process(unbuilt, monkeypatch, capsys):
+    loaded = []
+    monkeypatch.setattr(kernels, "_load", loaded.append)
+
     def writes(command, **options):
         with open(command[command.index("-o") + 1], "wb") as file:
             file.write(b"x" * 1000)
 
     monkeypatch.setattr(subprocess, "run", writes)
     kernels._compiled(kernels.found_compiler()).write_bytes(b"y" * 999)
-    with pytest.raises(ValueError, match=r"is damaged.* delete it"):
-        kernels_unsupported_reason()
+    assert kernels_unsupported_reason() is None and loaded[0].parent.name.startswith("medusa-kernels-")
+    assert re.search(r"for this process only: .*is damaged.* delete it", capsys.readouterr().err, re.DOTALL)
+
+
+def refuse_locks(*args):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def refuse_names(self, *args, **options):
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+NO_PLACE = {
+    "no locks": (files.fcntl, "flock", refuse_locks),
+    "a read-only file system": (Path, "mkdir", refuse_names),
+    "no home": (Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home"))),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("what", [*NO_PLACE, "no directory"])
+def test_where_the_cache_cannot_be_used_kernels_are_made_for_this_process(unbuilt, monkeypatch, capsys, what):
+    loaded = []
+    monkeypatch.setattr(kernels, "_load", loaded.append)
+    monkeypatch.setattr(kernels, "_built", lambda compiler, path: path)
+    if what == "no home":  # and the root is not to be written to
+        monkeypatch.delenv("MEDUSA_CACHE")
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(Path, "mkdir", refuse_names)
+    if what == "no directory":
+        monkeypatch.setenv("MEDUSA_CACHE", "/dev/null")
+    else:
+        monkeypatch.setattr(*NO_PLACE[what])
+    assert kernels_unsupported_reason() is None and loaded[0].parent.name.startswith("medusa-kernels-")
+    assert capsys.readouterr().err.count("for this process only: ") == 1
+
+
+@needs_kernels
+def test_where_no_library_may_be_loaded_auto_runs_eager_and_says_why_in_a_line(unbuilt, monkeypatch, capsys):
+    def refuses(path):
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    monkeypatch.setattr(kernels, "_load", refuses)
+    monkeypatch.setattr(kernels, "_built", lambda compiler, path: path.write_bytes(b"library") and path)
+    model = MedusaModel(LlamaForCausalLM(LlamaConfig(**GROUPED)).eval(), engine="auto")
+    assert model.runner is model.base
+    assert capsys.readouterr().err.count("failed to map segment") == 2, "where, and then what runs instead"
+    with pytest.raises(ValueError, match=r"engine='packed' needs kernels that can be loaded: .* to map"):
+        MedusaModel(LlamaForCausalLM(LlamaConfig(**GROUPED)).eval(), engine="packed")

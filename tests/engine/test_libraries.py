@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import tempfile
 import threading
 from queue import SimpleQueue
 from types import ModuleType, SimpleNamespace
@@ -11,11 +12,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import transformers
+from conftest import needs_kernels
 from torch import nn
 
 from medusa.engine import libraries
-from medusa.engine.libraries import check_library, compile_library, digest_of
-from medusa.engine.programs import code_of
+from medusa.engine.libraries import LibraryError, check_library, compile_library, digest_of
+from medusa.engine.programs import Part, Program, code_of, compiled_program
 from medusa.files import locked, write_json
 
 
@@ -131,3 +133,34 @@ def test_a_seal_is_written_before_the_library_takes_its_name(tmp_path, compiler,
     with pytest.raises(KeyboardInterrupt):
         compiled(tmp_path / "pass.so", compiler)
     monkeypatch.undo()
+
+
+@needs_kernels
+def test_blanks_and_quotes_in_paths_are_none_for_torchs_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path / "it's a cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch's own"))
+    module, given = nn.Linear(3, 2), torch.randn(5, 3)
+    part = Part("blanks", _Listed(module), [[given], [given[:4]]])
+    part.compile()
+    assert part.path.parent == tmp_path / "it's a cache" / "compiled"
+    torch.testing.assert_close(Program(part.module, part)([given])[0], module(given))
+
+
+class _Listed(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, given):
+        return [self.module(given)]
+
+
+@pytest.mark.parametrize("what", ["torch", "temporary files"])
+def test_blanks_where_torch_itself_lies_are_told(tmp_path, monkeypatch, what):
+    (blank := tmp_path / "a b").mkdir()
+    if what == "torch":
+        monkeypatch.setattr(torch, "__file__", str(blank / "torch" / "__init__.py"))
+    else:
+        monkeypatch.setattr(tempfile, "tempdir", str(blank))
+    with pytest.raises(LibraryError, match=r"blanks or quotes .*/a b"):
+        compiled_program(None, tmp_path)

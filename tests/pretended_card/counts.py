@@ -21,6 +21,7 @@ from conftest import GROUPED, random_heads, random_prompts
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from medusa import CandidateTree, MedusaModel
+from medusa.base.causal_lm import cache_argument
 
 NUM_LAYERS = 32
 DRAFTERS = ("plain", "heads", "dynamic-heads+suffix")
@@ -42,10 +43,11 @@ def model_of(num_layers: int) -> MedusaModel:
 def launches_of_a_pass(model: MedusaModel) -> int:
     """Operators of the base's own forward pass over one token, as ``transformers`` runs it."""
     prompt, cache = random_prompts(1, 20).to("cuda"), DynamicCache(config=model.base.config)
+    kept = {cache_argument(model.base): cache, "use_cache": True}
     with torch.no_grad():
-        model.base(input_ids=prompt, past_key_values=cache, use_cache=True)
+        model.base(input_ids=prompt, **kept)
         with pretended_card.watched() as seen:
-            model.base(input_ids=prompt[:, :1], past_key_values=cache, use_cache=True)
+            model.base(input_ids=prompt[:, :1], **kept)
     return seen.launches.total()
 
 

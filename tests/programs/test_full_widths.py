@@ -34,6 +34,24 @@ def test_every_draft_writes_the_plain_text_at_full_width(wide, engines, steps):
     assert sum(tried.passed.values()) == sum(22 if engine == "packed" else 16 for engine in engines)
 
 
+def test_heads_that_read_their_path_and_score_all_tokens_draft_on_a_base_that_is_named(wide):
+    tried = full_widths.Tried()
+    full_widths.try_heads(wide, tried, kinds=[("shared", True), ("full", True)])
+    assert not tried.failed and tried.passed == {"kinds of heads": 10}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "fused"),
+    [("packed", ()), ("int8", ()), ("packed", (1,))],
+    ids=["packed", "int8", "fused layers"],
+)
+def test_every_kind_of_heads_drafts_with_every_unembedding_on_a_base_that_is_named(wide, engine, fused):
+    tried = full_widths.Tried()
+    full_widths.try_heads(wide, tried, engine, fused)
+    assert not tried.failed and tried.passed == {"kinds of heads": 22}
+
+
 def test_every_command_runs_at_full_width(wide):
     tried = full_widths.Tried()
     full_widths.try_commands(wide, tried)

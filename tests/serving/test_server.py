@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
-from conftest import needs_newest
+import tokenizer_kinds
+from conftest import GROUPED, needs_newest
 from mtp_models import load_base, save_base
 from stateful_models import stateful_model
 from tiny_chat import TEMPLATE, TOOL_TEMPLATE, chat_heads, chat_model, tool_model
@@ -35,6 +36,7 @@ from tiny_server import (
     tiny_service,
     wait_until,
 )
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import CandidateTree, MedusaModel
 from medusa.acceptance.grammar import GrammarFailed, GrammarProcessor
@@ -287,6 +289,45 @@ def test_answers_keep_the_form_that_was_asked_for(server, tiny_chat_model):
         assert plain.choices[0].message.content == reply.message.content
     reply = chat(server, **asked, seed=0, response_format={"type": "json_object"})
     assert reply.choices[0].message.content.startswith("{")
+
+
+@pytest.fixture(scope="module", params=["llama_2", "gemma"])
+def byte_fallback_server(request):
+    """Most characters outside of ASCII take a token for each of their bytes."""
+    tokenizer = getattr(tokenizer_kinds, request.param)()
+    tokenizer.chat_template = TEMPLATE
+    sizes = {**GROUPED, "vocab_size": len(tokenizer), "eos_token_id": 2}
+    base = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    with running(MedusaModel(base, tokenizer=tokenizer)) as started:
+        yield started
+
+
+@pytest.mark.parametrize("text", ["你好世界", "讨论翡翠和鳄鱼 a 👩‍👩‍👧 ж"])
+def test_characters_in_bytes_are_whole_in_forms_streams_and_log_probabilities(byte_fallback_server, text):
+    pytest.importorskip("llguidance")
+    asked = {"max_tokens": 90, "response_format": form({"const": text}), "logprobs": True, "top_logprobs": 2}
+    told = f'"{text}"'
+    reply = chat(byte_fallback_server, **asked).choices[0]
+    assert reply.message.content == told
+    entries = reply.logprobs.content
+    assert b"".join(bytes(each.bytes) for each in entries).decode() == told
+    assert all(each.token == bytes(each.bytes).decode(errors="replace") for each in entries)
+    chunks = list(chat(byte_fallback_server, **asked, stream=True))
+    assert said(chunks) == told
+    assert not any("\ufffd" in (chunk.choices[0].delta.content or "") for chunk in chunks)
+    stopped = chat(byte_fallback_server, **asked, stop=text[3]).choices[0]
+    assert (stopped.message.content, stopped.finish_reason) == (told[: told.find(text[3])], "stop")
+
+
+def test_offsets_count_the_characters_of_the_text(byte_fallback_server):
+    pytest.importorskip("llguidance")
+    grammar = 'start: "a 你好 b"'
+    asked = {"logprobs": 1, "extra_body": {"structured_outputs": {"grammar": grammar}}}
+    client = client_of(byte_fallback_server)
+    completed = client.completions.create(model="tiny", prompt="ab", max_tokens=40, **asked)
+    text, entries = completed.choices[0].text, completed.choices[0].logprobs
+    for name, offset in zip(entries.tokens, entries.text_offset, strict=True):
+        assert name == "\ufffd" or name == "</s>" or text[offset:].startswith(name)
 
 
 def test_without_the_grammar_library_forms_are_refused_with_what_to_install(server, monkeypatch):

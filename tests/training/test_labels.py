@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from tokenizer_kinds import END, EOS, STRIPS, TEMPLATES, TOKENIZERS, tokenizer_of
+from template_kinds import END, EOS, STRIPS, TEMPLATES, TOKENIZERS, tokenizer_of
 
 from medusa.prompts import encode_text, split_reasoning
 from medusa.training.data.loading import Renderer, tokenise
