@@ -109,7 +109,10 @@ class GroupQuantisedLMHead(GroupQuantisedLinear, HasQuantisedRows):
 
     def __init__(self, linear: nn.Linear, weight: QuantisedRows, in_whole_numbers: bool):
         super().__init__(linear, weight, in_whole_numbers)
-        self._type, self._order = weight.type, weight.order
+        self.file_type: int = weight.type
+        order = weight.order
+        if order is not None:
+            raise ValueError("the rows of an LM head must stand in the file's order")
         self.register_buffer("file_rows", weight.rows.detach(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,9 +121,7 @@ class GroupQuantisedLMHead(GroupQuantisedLinear, HasQuantisedRows):
         return super().forward(x)
 
     def rows_at(self, ids: Tensor) -> Tensor:
-        order = self._order
-        rows = ids if order is None else order[ids]
-        return torch.ops.medusa.quantised_rows(self.file_rows, rows, self._type, self.num_inputs)
+        return torch.ops.medusa.quantised_rows(self.file_rows, ids, self.file_type, self.num_inputs)
 
 
 ROWS_OF_A_GRADIENT = 8192

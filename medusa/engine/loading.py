@@ -196,7 +196,7 @@ def _quantised_modules(
             )
         order = weight.row_order(entry.shape[0])
         is_same = order is None or torch.equal(order, torch.arange(len(order)))
-        if isinstance(module, nn.Embedding) and not is_same:
+        if not is_same and (isinstance(module, nn.Embedding) or module is lm_head(base)):
             continue
         rows = QuantisedRows(file.rows(entry.name), entry.type, entry.shape[1], None if is_same else order)
         found[name] = (module, rows)

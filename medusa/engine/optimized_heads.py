@@ -13,12 +13,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from medusa.base.causal_lm import copy_sharing_parameters, embedding_rows, embedding_weight
+from medusa.base.causal_lm import (
+    HasQuantisedRows,
+    copy_sharing_parameters,
+    embedding_rows,
+    embedding_weight,
+)
+from medusa.engine.group_quantised import GroupQuantisedLMHead
 from medusa.engine.kernels import PackedLinear, PackedMatmul
 from medusa.engine.programs import Part, Program
 from medusa.heads.draft_vocab import DraftVocab, GatheredRows
@@ -37,7 +43,7 @@ def optimized_heads(heads: AnyHeads, lm_head: nn.Module) -> AnyHeads:
     if weight.device.type == "cuda" and weight.dtype in (torch.bfloat16, torch.float16):
         heads = _in_type(heads, weight.dtype)
     scored = heads.token_map if heads.scores_base_rows else None
-    has_kernels = isinstance(lm_head, PackedLinear) and next(heads.parameters()).dtype == torch.float32
+    has_kernels = isinstance(lm_head, PackedMatmul) and next(heads.parameters()).dtype == torch.float32
     if not has_kernels and scored is None:
         return heads
     quick = copy_sharing_parameters(heads)
@@ -85,7 +91,7 @@ class OptimizedHeads(MedusaHeads):
     def logits_of(self, index: int, hidden: Tensor, lm_head: nn.Module, path: Tensor | None = None) -> Tensor:
         if self.programs is None or path is None:
             return super().logits_of(index, hidden, lm_head, path)
-        given = hidden, path, embedding_rows(lm_head)
+        given = hidden, path, _held_rows(lm_head)
         return self.programs[index]([each.contiguous() for each in given])[0]
 
     def _read_path(self, index: int, rows: Tensor) -> Tensor:
@@ -97,7 +103,7 @@ def parts_of_heads(heads: Any, lm_head: nn.Module) -> list[Part]:
     gain."""
     if not isinstance(heads, OptimizedHeads) or not heads.config.reads_path or heads.num_heads < 3:
         return []
-    config, tokens = heads.config, embedding_rows(lm_head)
+    config, tokens = heads.config, _held_rows(lm_head)
     settings = (config,)
     trials = [
         (
@@ -115,6 +121,13 @@ def parts_of_heads(heads: Any, lm_head: nn.Module) -> list[Part]:
         ]
         parts.append(Part("heads-fuse", _Fused(heads), states, settings))
     return parts
+
+
+def _held_rows(lm_head: nn.Module) -> Tensor:
+    """The rows of ``lm_head`` as they are held: an input of the programs of heads."""
+    if isinstance(lm_head, GroupQuantisedLMHead):
+        return lm_head.file_rows
+    return embedding_rows(lm_head)
 
 
 def compile_heads(heads: Any, lm_head: nn.Module) -> None:
@@ -156,9 +169,14 @@ class _OneHead(nn.Module):
             self.embedding = lm_head
         self.heads = _with_parts(heads, parts, {"token_map": heads.token_map})
         self._embed, self._typed = lm_head.forward, embedding_weight(lm_head).detach().new_empty(0)
+        self._type: int | None = lm_head.file_type if isinstance(lm_head, GroupQuantisedLMHead) else None
+        self._width = heads.config.hidden_size
 
     def forward(self, hidden: Tensor, path: Tensor, rows: Tensor) -> list[Tensor]:
-        lm_head = cast(nn.Module, _Rows(self._embed, self._typed, rows))
+        if self._type is None:
+            lm_head: Any = _Rows(self._embed, self._typed, rows)
+        else:
+            lm_head = _QuantisedRows(self._embed, self._typed, rows, self._type, self._width)
         return [self.heads.logits_of(0, hidden, lm_head, path)]
 
 
@@ -186,3 +204,17 @@ class _Rows:
     weight: Tensor
     """Read for its type only."""
     rows: Tensor
+
+
+@dataclass
+class _QuantisedRows(HasQuantisedRows):
+    """The same with rows as a file has quantised them."""
+
+    forward: Callable[[Tensor], Tensor]
+    weight: Tensor
+    file_rows: Tensor
+    file_type: int
+    width: int
+
+    def rows_at(self, ids: Tensor) -> Tensor:
+        return torch.ops.medusa.quantised_rows(self.file_rows, ids, self.file_type, self.width)

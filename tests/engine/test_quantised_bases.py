@@ -85,7 +85,8 @@ def test_no_draft_changes_the_text(architecture, mixture, engine, sampling, file
 def test_compiled_steps_write_the_text_of_general_ones_with_any_draft(engine, files):
     path = files("qwen2", "Q4_K_M", num_layers=4)
     base = load_for_engine(path, engine)
-    model = MedusaModel(base, heads_for(path), BUSHY, engine=engine, step="compiled")
+    heads = heads_for(path, reads_path=engine == "int8")
+    model = MedusaModel(base, heads, BUSHY, engine=engine, step="compiled")
     batch, call = prompts(2), {"max_new_tokens": 16, "do_sample": True, "seed": 1}
     plain = model.generate(**batch, **call, tree=CandidateTree.chain(0))
     assert_exact(

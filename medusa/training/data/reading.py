@@ -1,8 +1,8 @@
 """Conversations and texts from files and hub data sets.
 
-A source is a file (``.jsonl``, ``.json``, ``.parquet``, ``.arrow``, ``.jsonl.gz``, ``.json.gz``), a pattern of
-file names, a directory of files (also one of ``save_to_disk`` of the library datasets) or a hub data set id.
-Where the names in a directory tell of several splits, one is read. A row is one of
+A source is a file (``.jsonl``, ``.json``, ``.parquet``, ``.arrow``, ``.jsonl.gz``, ``.json.gz``), a pattern
+of file names, a directory of files (also one of ``save_to_disk`` of the library datasets) or a hub data set
+id. Where the names in a directory tell of several splits, one is read. A row is one of
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
