@@ -86,8 +86,13 @@ class GGUFFile:
         return cls(parts[0], metadata, tensors)
 
     @staticmethod
+    def parts(path: Path) -> list[Path]:
+        """The files of the model that the file at ``path`` belongs to, in order."""
+        return _parts(path)
+
+    @staticmethod
     def first_part(path: Path) -> Path:
-        """The first file of the model that the file at ``path`` belongs to."""
+        """The first of :meth:`parts`."""
         return _parts(path)[0]
 
     @property

@@ -78,7 +78,6 @@ def gguf_config(file: GGUFFile) -> PreTrainedConfig:
         with tempfile.TemporaryDirectory(prefix="medusa-gguf-") as directory:
             _write_metadata(file, Path(directory) / "metadata.gguf")
             config = AutoConfig.from_pretrained(directory, gguf_file="metadata.gguf")
-    config._name_or_path = config.name_or_path = str(file.path)
     return config
 
 

@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
+from huggingface_hub import HfApi, constants, scan_cache_dir, try_to_load_from_cache
+from huggingface_hub.errors import CacheNotFound, HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -29,7 +30,13 @@ from medusa.assets import base_named
 from medusa.base.causal_lm import CausalLM
 from medusa.base.gguf_file import GGUFFile, is_gguf
 from medusa.base.gguf_model import gguf_config, gguf_tokenizer, load_widened
-from medusa.hub import explained_hub_errors, looks_like_repository, split_revision
+from medusa.hub import (
+    HUB_ARGUMENTS,
+    explained_hub_errors,
+    hub_directory,
+    looks_like_repository,
+    split_revision,
+)
 
 SECONDS_FOR_THE_HUB = 10
 SOURCE_ARGUMENTS = (
@@ -87,7 +94,9 @@ def find_base(source: str | Path | BaseSource, **kwargs: Any) -> BaseSource:
     kwargs = {"trust_remote_code": False, **kwargs}  # else transformers asks for it
     if (path := gguf_path(source, kwargs)) is not None:
         file = GGUFFile.open(path)
-        return BaseSource(str(file.path), kwargs, gguf_config(file), file)
+        read, base = gguf_config(file), str(source) if ":" in str(source) else str(file.path)
+        read._name_or_path = read.name_or_path = base
+        return BaseSource(base, kwargs, read, file)
     name, arguments = resolve_source(source, kwargs)
     config = arguments.get("config")
     if config is None:
@@ -130,11 +139,12 @@ def _widened_dtype(source: BaseSource) -> torch.dtype:
 
 
 def gguf_path(source: str | Path, kwargs: Mapping[str, Any]) -> Path | None:
-    """The GGUF file that ``source`` names: the file itself, or a directory with one and no model beside it.
+    """The GGUF file that ``source`` names: the file itself, a directory with one and no model beside it, or
+    one of a repository on the hub, ``owner/name:Q4_K_M``. None where it names none.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the directory has several.
+        ValueError: the directory or the repository has several, or none of that name.
     """
     named, path = kwargs.get("gguf_file"), Path(base_named(str(source)))
     if named is not None and path.is_dir():
@@ -143,16 +153,61 @@ def gguf_path(source: str | Path, kwargs: Mapping[str, Any]) -> Path | None:
         if not path.is_file():
             raise FileNotFoundError(f"no GGUF file at {str(path)!r}")
         return path
-    if not path.is_dir() or (path / CONFIG_NAME).exists():
+    if path.is_dir():
+        if (path / CONFIG_NAME).exists() or (path / ADAPTER_CONFIG_NAME).exists():
+            return None
+        files = sorted(each for each in path.iterdir() if is_gguf(each))
+        models = sorted({GGUFFile.first_part(each).name for each in files})
+        if len(models) > 1:
+            raise ValueError(
+                f"base must be one GGUF file, got the directory {str(path)!r} with {', '.join(models)}; "
+                "name one"
+            )
+        return path / models[0] if models else None
+    repository, colon, tag = str(source).partition(":")
+    if not colon or not tag or not looks_like_repository(repository) or "/" not in repository:
         return None
-    files = sorted(each for each in path.iterdir() if is_gguf(each))
-    models = {GGUFFile.first_part(each) for each in files}
-    if len(models) > 1:
-        names = ", ".join(sorted(each.name for each in models))
+    return _gguf_of_repository(repository, tag, kwargs)
+
+
+def _gguf_of_repository(repository: str, tag: str, kwargs: Mapping[str, Any]) -> Path:
+    """The file of a repository whose name has ``tag`` between its dashes and dots, as for llama.cpp's
+    ``-hf``."""
+    what, advice = "base model", "give a hub id of the form owner/name:Q4_K_M"
+    options = {key: kwargs[key] for key in HUB_ARGUMENTS if kwargs.get(key) is not None}
+    name, revision = split_revision(repository)
+    cached: dict[str, Path] = {}
+    try:
+        with explained_hub_errors(what, repository, advice):
+            files = HfApi(token=kwargs.get("token")).list_repo_files(name, revision=revision)
+    except FileNotFoundError:
+        cached = _cached_files(name, revision, kwargs.get("cache_dir"))
+        if not cached:
+            raise
+        files = list(cached)
+    models = sorted({str(GGUFFile.first_part(Path(each))) for each in files if is_gguf(each)})
+    wanted = re.compile(rf"(^|[-._]){re.escape(tag)}($|[-._])", re.IGNORECASE)
+    found = [each for each in models if wanted.search(Path(each).name) and "mmproj" not in each.lower()]
+    if len(found) != 1:
+        those = ", ".join(found or models) or "none"
         raise ValueError(
-            f"base must be one GGUF file, got the directory {str(path)!r} with {names}; name one"
+            f"{repository}:{tag} must name one GGUF file of the repository, and {len(found)} are called so; "
+            f"there {'is' if those == 'none' else 'are'} {those}"
         )
-    return next(iter(models), None)
+    if cached:
+        return cached[found[0]]
+    parts = [str(each) for each in GGUFFile.parts(Path(found[0]))]
+    return hub_directory(repository, parts, what, advice, **options) / found[0]
+
+
+def _cached_files(repository: str, revision: str | None, cache_dir: str | Path | None) -> dict[str, Path]:
+    """The GGUF files of a repository that the hub's cache has, by name."""
+    with suppress(CacheNotFound):
+        for cached in scan_cache_dir(cache_dir or constants.HF_HUB_CACHE).repos:
+            for each in cached.revisions if cached.repo_id == repository else ():
+                if revision is None or revision == each.commit_hash or revision in each.refs:
+                    return {file.file_name: file.file_path for file in each.files if is_gguf(file.file_name)}
+    return {}
 
 
 @contextmanager
@@ -240,7 +295,14 @@ def _asked(repository: str, revision: str | None, kwargs: dict[str, Any]) -> boo
             raise
         return False
     if not kwargs.get("subfolder"):
-        _check_is_no_adapter(repository, {each.rfilename for each in there.siblings or ()})
+        files = {each.rfilename for each in there.siblings or ()}
+        _check_is_no_adapter(repository, files)
+        models = sorted({str(GGUFFile.first_part(Path(each))) for each in files if is_gguf(each)})
+        if models and CONFIG_NAME not in files:
+            raise ValueError(
+                f"base must name one GGUF file of {repository}, as {repository}:Q4_K_M; there are "
+                f"{', '.join(models)}"
+            )
     return True
 
 

@@ -70,8 +70,10 @@ class DistillOptions:
     max_minutes: float | None = None
     """Stop then; answers under way are kept as far as they are, marked as cut."""
     base: str = EMBEDDED_BASE
-    """Who answers: a directory, a hub id, as owner/name or owner/name@revision, or smollm2-135m-instruct,
-    which `medusa fetch` fetches."""
+    """Who answers: a directory, a GGUF file, a hub id, as owner/name, owner/name@revision or
+    owner/name:Q4_K_M, or smollm2-135m-instruct, which `medusa fetch` fetches."""
+    tokenizer: str | None = None
+    """Tokenizer, as the base is named; none is the base's own."""
     trust_remote_code: bool = False
     """Run the code that the base's repository comes with, which can do anything."""
     device: str = "auto"
@@ -168,7 +170,10 @@ def _load_answerer(options: DistillOptions, log: Console) -> Answerer:
         return EndpointAnswerer(endpoints, options.batch_size, options.max_new_tokens, say)
     device = chosen_device(options.device)
     source = find_base(options.base, trust_remote_code=options.trust_remote_code)
-    base, tokenizer = load_base_on(device, source, options.dtype, options.engine), load_tokenizer(source)
+    base, tokenizer = (
+        load_base_on(device, source, options.dtype, options.engine),
+        load_tokenizer(options.tokenizer or source),
+    )
     model = MedusaModel(base, tokenizer=tokenizer, engine=options.engine)
     set_step(model, options.step)
     return LocalAnswerer(model, options.batch_size, options.max_new_tokens, stop_loops=not options.keep_loops)

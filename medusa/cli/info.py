@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import Counter
 from dataclasses import asdict
@@ -12,16 +13,17 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 from medusa.assets import shipped_heads
 from medusa.base.architecture_check import check_decodable, is_tested
-from medusa.base.loading import load_tokenizer, resolve_source
+from medusa.base.gguf_file import GGUFFile, is_gguf, type_name
+from medusa.base.loading import BaseSource, find_base, load_tokenizer
 from medusa.base.recurrent import is_recurrent, kind_of_layer
 from medusa.cli.option_types import InfoOptions
 from medusa.cli.options import answer_command, command
-from medusa.console import counted
+from medusa.console import counted, megabytes
 from medusa.heads.checkpoint import PROVENANCE_FILE, HeadsCheckpoint, kind_of, load_heads
 from medusa.heads.mtp import num_mtp_layers
 
@@ -31,8 +33,11 @@ LONGEST_CELL = 600
 
 def info(options: InfoOptions) -> list[str]:
     """Print a description of the heads, or of the base."""
-    name, config = options.heads, _base_config(options.heads)
+    name, source = options.heads, _base_source(options.heads)
+    config = None if source is None else source.config
     described = describe_heads(load_heads(name)) if config is None else describe_base(config)
+    if source is not None and source.gguf is not None:
+        described["weights"] = describe_weights(source.gguf)
     tokenizer = None
     if config is not None:
         try:
@@ -63,18 +68,28 @@ def info(options: InfoOptions) -> list[str]:
     return [command("tune" if can_be_tuned else "chat", "--heads", name)]
 
 
-def _base_config(name: str) -> PreTrainedConfig | None:
-    """The configuration of the base called ``name``; None where heads are called so, or nothing is."""
+def _base_source(name: str) -> BaseSource | None:
+    """The base called ``name``; None where heads are called so, or nothing is."""
     if name in shipped_heads() or Path(name, PROVENANCE_FILE).exists():
         return None
     try:
-        source, arguments = resolve_source(name, {"trust_remote_code": False})
+        return find_base(name)
     except FileNotFoundError:  # the message of heads that are not there says more
         return None
-    try:
-        return AutoConfig.from_pretrained(source, **arguments)
     except ValueError:
+        if is_gguf(name) or ":" in name:
+            raise
         return None
+
+
+def describe_weights(file: GGUFFile) -> str:
+    """What a GGUF file holds, and in which types."""
+    sizes: Counter[str] = Counter()
+    for entry in file.tensors.values():
+        sizes[type_name(entry.type)] += entry.num_bytes
+    count = sum(math.prod(entry.shape) for entry in file.tensors.values())
+    types = ", ".join(f"{megabytes(size)} of {name}" for name, size in sizes.most_common())
+    return f"{types}: {8 * file.num_bytes / count:.2f} bits a weight, {megabytes(file.num_bytes)} in all"
 
 
 def describe_base(config: PreTrainedConfig) -> dict[str, Any]:

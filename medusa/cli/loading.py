@@ -89,7 +89,7 @@ def load_model(
         raise
     if checkpoint is not None:
         check_heads_fit_source(checkpoint.heads, source)
-    tokenizer = load_tokenizer(source)
+    tokenizer = load_tokenizer(options.tokenizer or source)
     if for_chat:
         check_chat_template(tokenizer, name)
     has_adapter = checkpoint is not None and checkpoint.adapter is not None

@@ -366,8 +366,11 @@ class ModelOptions:
     """Which model to load, and how to run it."""
 
     base: str | None = None
-    """Base model: a directory, a hub id, as owner/name or owner/name@revision, or smollm2-135m-instruct,
-    which `medusa fetch` fetches; none is the one that the heads were trained on."""
+    """Base model: a directory, a GGUF file, a hub id, as owner/name, owner/name@revision or, for a GGUF file
+    there, owner/name:Q4_K_M, or smollm2-135m-instruct, which `medusa fetch` fetches; none is the one that the
+    heads were trained on."""
+    tokenizer: str | None = None
+    """Tokenizer, as the base is named; none is the base's own."""
     heads: str = DEFAULT_HEADS
     """Heads trained on that base: a directory, a hub id as above, or the name of heads that ship; mtp are the
     base's own layers for multi-token prediction. default are the heads that ship for the base; other bases
@@ -382,7 +385,9 @@ class ModelOptions:
     promises exactly the tokens of plain decoding: lower precision can flip near-ties."""
     engine: Engine = "auto"
     """eager: as loaded. packed: kernels made for this CPU, every weight as it is. auto: packed where it
-    applies. int8: the same with weights in int8, faster, but another model with a text of its own."""
+    applies. int8: the same with weights in int8, faster, but another model with a text of its own. A GGUF
+    file that is quantised keeps its own numbers; auto and int8 round what they are multiplied with to 8 bits,
+    as llama.cpp does, and packed does not."""
     step: StepKind | None = None
     """How steps run. compiled: layers and drafts compiled for this machine, a minute once, then the fastest
     on a CPU. general: nothing is compiled. static: fixed shapes that never wait for the host. captured: those

@@ -63,7 +63,10 @@ def next_steps(configuration: TrainOptions) -> list[str]:
         return [command("train", *to_argv(again))]
     heads = Path(run.output_dir, "heads")
     use = ("--base", configuration.base.base, "--heads", heads)
-    steps = [command("tune", *use), answer_command(load_tokenizer(configuration.base.base), *use)]
+    steps = [
+        command("tune", *use),
+        answer_command(load_tokenizer(configuration.base.tokenizer or configuration.base.base), *use),
+    ]
     if configuration.kind == "eagle3":
         steps.append(command("export", heads, "--to", "vllm-eagle3", "--output", heads.with_name("export")))
     return steps

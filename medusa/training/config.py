@@ -29,7 +29,10 @@ class BaseOptions:
     """The base model, which stays as it is."""
 
     base: str
-    """Base model: a path or a hub id, as owner/name or owner/name@revision."""
+    """Base model: a path, a GGUF file or a hub id, as owner/name, owner/name@revision or, for a GGUF file
+    there, owner/name:Q4_K_M."""
+    tokenizer: str | None = None
+    """Tokenizer, as the base is named; none is the base's own."""
     trust_remote_code: bool = False
     """Run the code that the base's repository comes with, which can do anything."""
     base_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -121,6 +121,36 @@ def test_rows_that_transformers_moves_are_found_by_number(model):
     assert torch.equal(outputs, torch.arange(256))
 
 
+def test_a_file_on_the_hub_is_named_by_its_quantisation(model, hub):
+    raw = model.read_bytes()
+    hub.put("ada/tiny-GGUF", {"tiny-Q4_K_M.gguf": raw, "tiny-q8_0.gguf": raw, "mmproj-q8_0.gguf": raw})
+    source = find_base("ada/tiny-GGUF:q4_k_m")
+    assert source.gguf.path.name == "tiny-Q4_K_M.gguf" and source.name == "ada/tiny-GGUF:q4_k_m"
+    assert load_base(source).name_or_path == "ada/tiny-GGUF:q4_k_m", "heads record a name that loads again"
+    assert load_tokenizer("ada/tiny-GGUF:Q8_0").eos_token == "<|im_end|>"
+    with pytest.raises(
+        ValueError, match=r"0 are called so; there are mmproj.*tiny-Q4_K_M.gguf, tiny-q8_0.gguf"
+    ):
+        find_base("ada/tiny-GGUF:Q5_K_M")
+    with pytest.raises(ValueError, match=r"2 are called so; there are tiny-Q4.*tiny-q8"):
+        find_base("ada/tiny-GGUF:tiny")
+    with pytest.raises(
+        ValueError, match=r"must name one GGUF file of ada/tiny-GGUF, as ada/tiny-GGUF:Q4_K_M"
+    ):
+        find_base("ada/tiny-GGUF")
+    hub.fails_at = "."
+    assert find_base("ada/tiny-GGUF:q4_k_m").gguf.path.name == "tiny-Q4_K_M.gguf", "from the cache"
+
+
+def test_a_file_without_a_tokenizer_says_how_to_name_one(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(
+        write_model(path).read_bytes().replace(b"tokenizer.ggml.tokens", b"tokenizer.ggml.tokans")
+    )
+    with pytest.raises(ValueError, match=r"tiny.gguf has no tokenizer; give one: --tokenizer DIRECTORY"):
+        load_tokenizer(path)
+
+
 # ------------------------------------------------------------------ files that are not what they say
 
 

@@ -217,7 +217,9 @@ def _with_settings(base: CausalLM, whole: dict[str, Any]) -> CausalLM:
 
 
 def load_tokenizer(options: BaseOptions) -> Any:
-    return loading.load_tokenizer(options.base, trust_remote_code=options.trust_remote_code)
+    return loading.load_tokenizer(
+        options.tokenizer or options.base, trust_remote_code=options.trust_remote_code
+    )
 
 
 def _attention(options: BaseOptions) -> dict[str, Any]:
