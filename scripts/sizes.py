@@ -10,12 +10,19 @@ tokens of an answer are greedy, after 64 tokens of prompt. "predicted" knows the
 that its steps accept as many guesses as those of very good heads would. llama.cpp takes part where it is
 installed (`pip install '.[llama-cpp]'`); compiled for this processor, as pip does it from source
 (`--no-binary llama-cpp-python`), it is at its best. The last line is one JSON object.
+
+    python scripts/sizes.py --files MODEL.gguf # quantised files: these, or of a shape Q4_K_M.gguf
+    python scripts/sizes.py --shapes 1B --contenders "file Q4_K_M" "llama-bench Q4_K_M" --llama-bench PATH
+
+`--llama-bench` names that program of llama.cpp, or of a relative such as ik_llama.cpp, with its flags. It
+decodes 24 tokens and reads 64 and 2,000, in a process of its own as the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -34,6 +41,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from medusa import CandidateTree, MedusaModel
 from medusa.base.causal_lm import cache_argument
+from medusa.base.gguf_file import GGUFFile
 from medusa.console import log_console
 from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_bytes
@@ -65,6 +73,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 VOCABULARY = 128256
 OURS = ("packed", "int8")
 THEIRS = ("transformers bfloat16", "llama.cpp BF16", "llama.cpp Q8_0")
+OF_FILES = ("file Q4_K_M", "llama.cpp Q4_K_M", "llama-bench Q4_K_M", "file Q8_0", "llama-bench Q8_0")
+"""Those that read a quantised file of a shape."""
 ROUNDS = {"1B": 2, "3B": 1, "8B": 1}
 """Turns of every contender, unless told otherwise; the larger the shape, the longer and steadier is each."""
 SHORT, LONG, NEW_TOKENS = 64, 2000, 24
@@ -138,10 +148,11 @@ GGUF_NAMES = {
 
 
 def write_gguf(directory: Path, target: Path, kind: str) -> None:
-    """The same weights for llama.cpp, tensor by tensor: of kind BF16 or Q8_0, without a tokenizer."""
+    """The same weights for llama.cpp, tensor by tensor: of kind BF16, Q8_0, or Q4_K_M, whose numbers are
+    others; without a tokenizer."""
     import gguf
 
-    config, quantisation = LlamaConfig.from_pretrained(directory), gguf.GGMLQuantizationType[kind]
+    config = LlamaConfig.from_pretrained(directory)
     index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
     writer = gguf.GGUFWriter(target, "llama")
     writer.add_block_count(config.num_hidden_layers)
@@ -157,21 +168,48 @@ def write_gguf(directory: Path, target: Path, kind: str) -> None:
     for name, file in index.items():
         with safe_open(directory / file, "pt") as opened:
             shape = opened.get_slice(name).get_shape()
-        writer.add_tensor_info(*_gguf_info(name, shape, quantisation))
+        writer.add_tensor_info(*_gguf_info(name, shape, _type_of(name, shape, kind)))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name, file in index.items():
+    for number, (name, file) in enumerate(index.items()):
         with safe_open(directory / file, "pt") as opened:
             weight = opened.get_tensor(name)
+        quantisation = _type_of(name, list(weight.shape), kind)
         if weight.dim() == 1:
             data = weight.float().numpy()
         elif kind == "BF16":
             data = weight.view(torch.uint8).numpy()
+        elif kind == "Q4_K_M":
+            data = _random_blocks(list(weight.shape), quantisation, number)
         else:
             data = gguf.quantize(weight.float().numpy(), quantisation)
         writer.write_tensor_data(data)
     writer.close()
+
+
+def _type_of(name: str, shape: list[int], kind: str) -> Any:
+    """The type of a matrix in a file of ``kind``; Q4_K_M is the mixture that llama.cpp calls so."""
+    import gguf
+
+    if kind != "Q4_K_M":
+        return gguf.GGMLQuantizationType[kind]
+    is_half = ".layers." in name and int(name.split(".")[2]) % 2 == 0
+    is_finer = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+    is_finer |= is_half and name.endswith(("v_proj.weight", "down_proj.weight"))
+    return gguf.GGMLQuantizationType.Q6_K if is_finer else gguf.GGMLQuantizationType.Q4_K
+
+
+def _random_blocks(shape: list[int], quantisation: Any, seed: int) -> np.ndarray:
+    """A matrix of any codes, with small scales: it takes the time and the memory of a quantised one."""
+    import gguf
+
+    rng, (block, size) = np.random.default_rng(seed), gguf.GGML_QUANT_SIZES[quantisation]
+    blocks = rng.integers(0, 256, (shape[0], shape[1] // block, size), dtype=np.uint8)
+    for start in [208] if quantisation.name == "Q6_K" else [0, 2]:
+        scales = rng.uniform(1e-5, 3e-5, blocks.shape[:2]).astype(np.float16)
+        blocks[..., start : start + 2] = scales.view(np.uint8).reshape(*scales.shape, 2)
+    return blocks.reshape(shape[0], -1)
 
 
 def _gguf_info(name: str, shape: list[int], quantisation: Any) -> tuple[Any, ...]:
@@ -198,17 +236,31 @@ def peak_bytes() -> int:
     return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 
-def measured(system: str, directory: Path) -> dict[str, Any]:
+def _file_of(system: str, directory: Path) -> Path:
+    """The GGUF file that a contender reads: ``directory`` itself where it is one."""
+    return directory / f"{system.split()[1]}.gguf" if directory.is_dir() else directory
+
+
+def measured(system: str, directory: Path, program: list[str]) -> dict[str, Any]:
     """Seconds to load, milliseconds to the first token and for each further one, peak memory."""
     prompts = {length: torch.arange(5, 5 + length)[None] % VOCABULARY for length in (SHORT, LONG)}
     began = time.perf_counter()
     if system in OURS:
         found = _of_ours(system, directory, prompts, began)
+    elif system.startswith("file"):
+        found = _of_ours("auto", _file_of(system, directory), prompts, began)
+    elif system.startswith("llama-bench"):
+        return _of_llama_bench(program, _file_of(system, directory))
     elif system.startswith("llama.cpp"):
-        found = _of_llama_cpp(directory / f"{system.split()[1]}.gguf", prompts, began)
+        found = _of_llama_cpp(_file_of(system, directory), prompts, began)
     else:
         found = _of_transformers(directory, prompts, began)
     return found | {"peak_bytes": peak_bytes()}
+
+
+def vocabulary_of(path: Path) -> int:
+    """The number of tokens of the model in a GGUF file."""
+    return GGUFFile.open(path).tensors["token_embd.weight"].shape[0]
 
 
 def compiled(engine: Any, directory: Path) -> float:
@@ -236,8 +288,18 @@ def _of_ours(engine: Any, directory: Path, prompts: dict[int, Tensor], began: fl
     return found
 
 
+def _of_llama_bench(program: list[str], path: Path) -> dict[str, Any]:
+    sizes = ["-p", f"{SHORT},{LONG}", "-n", str(NEW_TOKENS), "-t", str(torch.get_num_threads())]
+    command = [*program, "-m", str(path), *sizes, "-r", "1", "-o", "json"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    runs = json.loads(ran.stdout[ran.stdout.index("[") :])
+    read = {run["n_prompt"]: run["avg_ns"] / 1e6 for run in runs if run["n_gen"] == 0}
+    (decoded,) = (run["avg_ns"] / 1e6 / run["n_gen"] for run in runs if run["n_gen"])
+    return {"first_64_ms": read[SHORT], "first_2000_ms": read[LONG], "ms_per_token": decoded}
+
+
 def _of_llama_cpp(path: Path, prompts: dict[int, Tensor], began: float) -> dict[str, Any]:
-    model = LlamaCpp(path, VOCABULARY)
+    model = LlamaCpp(path, vocabulary_of(path))
     found = {"load_seconds": time.perf_counter() - began}
     found |= _times(lambda: (None for _ in model.tokens(prompts[SHORT][0].tolist(), NEW_TOKENS, ())))
     found["first_2000_ms"] = _first_ms(lambda: model.tokens(prompts[LONG][0].tolist(), 1, ()))
@@ -293,17 +355,17 @@ def apart(contender: str, directory: Path, *flags: str) -> Any:
 def prepare(shape: str, directory: Path, contenders: list[str], tokenizer: Path) -> None:
     """Have the files of a shape on disk, and the steps compiled: what is there is left as it is."""
     log = log_console()
-    if not (directory / "config.json").exists():
+    if (directory.is_dir() and not (directory / "config.json").exists()) or not directory.exists():
         log.print(f"writing {directory}")
         write_shape(shape, directory, tokenizer)
     for contender in contenders:
         kind = contender.split()[-1]
-        target = directory / f"{kind}.gguf"
-        if contender.startswith("llama.cpp") and not target.exists():
+        target = _file_of(contender, directory) if kind != contender else directory
+        if contender.startswith(("llama", "file")) and not target.exists():
             log.print(f"writing {target}")
             with replaced_file(target) as partial:
                 write_gguf(directory, partial, kind)
-        if contender in OURS:
+        if contender in OURS or contender.startswith("file"):
             log.print(f"{shape}, {contender}: compiled in {apart(contender, directory, '--prepare'):.0f} s")
 
 
@@ -318,44 +380,58 @@ def main() -> None:
     )
     parser.add_argument("--prepare", action="store_true", help="write and compile, and measure nothing")
     parser.add_argument("--directory", type=Path, default=Path("runs/shapes"), help="where the models lie")
-    parser.add_argument("--contenders", nargs="+", choices=(*OURS, *THEIRS), default=(*OURS, *THEIRS))
+    parser.add_argument(
+        "--contenders", nargs="+", choices=(*OURS, *THEIRS, *OF_FILES), default=(*OURS, *THEIRS)
+    )
+    parser.add_argument("--files", nargs="+", type=Path, default=[], help="GGUF files in place of shapes")
+    parser.add_argument("--llama-bench", help="that program, with flags such as -rtr 1")
     parser.add_argument("--tokenizer", type=Path, default=Path("models/smollm2-135m-instruct"))
     parser.add_argument("--one", nargs=2, metavar=("CONTENDER", "MODEL"), help="measure here, for a parent")
     options = parser.parse_args()
     if options.one:
         contender, directory = options.one[0], Path(options.one[1])
-        print(
-            json.dumps(compiled(contender, directory) if options.prepare else measured(contender, directory))
-        )
+        if options.prepare:
+            is_file = contender.startswith("file")
+            found = compiled(
+                "auto" if is_file else contender, _file_of(contender, directory) if is_file else directory
+            )
+        else:
+            found = measured(contender, directory, shlex.split(options.llama_bench or ""))
+        print(json.dumps(found))
         return
-    log, found = log_console(), {}
+    log, results = log_console(), {}
     contenders = [
         each
         for each in options.contenders
-        if not each.startswith("llama") or not llama_cpp_unsupported_reason()
+        if not each.startswith("llama.cpp") or not llama_cpp_unsupported_reason()
     ]
-    for shape in options.shapes:
-        directory = options.directory / shape
+    if options.files:
+        contenders = [each for each in contenders if each in OF_FILES] or ["file Q4_K_M"]
+    contenders = [each for each in contenders if not each.startswith("llama-bench") or options.llama_bench]
+    flags = ["--llama-bench", options.llama_bench] if options.llama_bench else []
+    for shape in [str(file) for file in options.files] or options.shapes:
+        directory = Path(shape) if options.files else options.directory / shape
         prepare(shape, directory, contenders, options.tokenizer)
         if options.prepare:
             continue
-        rounds = options.rounds or ROUNDS[shape]
+        rounds = options.rounds or ROUNDS.get(shape, 3)
         runs: dict[str, list[dict[str, float]]] = {each: [] for each in contenders}
         for number in range(rounds):
             for contender in contenders:
                 log.print(f"{shape}, round {number + 1}: {contender}")
-                runs[contender].append(apart(contender, directory))
-        size = sum(each.stat().st_size for each in directory.glob("*.safetensors"))
+                runs[contender].append(apart(contender, directory, *flags))
+        files = directory.glob("*.safetensors") if directory.is_dir() else [directory]
+        size = sum(each.stat().st_size for each in files)
         medians = {
             system: {key: statistics.median(run[key] for run in each) for key in each[0]}
             for system, each in runs.items()
         }
-        found[shape] = {"file_bytes": size, "rounds": rounds, "contenders": medians}
+        results[shape] = {"file_bytes": size, "rounds": rounds, "contenders": medians}
         for contender, each in medians.items():
             log.print(
                 f"{shape} {contender}: " + ", ".join(f"{key} {value:.4g}" for key, value in each.items())
             )
-    end_with_json({"shapes": found, "num_threads": torch.get_num_threads()}, None)
+    end_with_json({"shapes": results, "num_threads": torch.get_num_threads()}, None)
 
 
 if __name__ == "__main__":
