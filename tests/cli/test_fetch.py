@@ -285,7 +285,8 @@ def test_without_a_name_what_can_be_fetched_is_listed(parts, capsys):
     assert main(["fetch"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in ("tiny", EMBEDDED_BASE, "qwen2.5-coder-1.5b"))
-    assert main(["fetch", "nothing"]) == 2
+    with pytest.raises(SystemExit):
+        main(["fetch", "nothing"])
     assert "name must be one of smollm2-135m-instruct, qwen2.5-coder-0.5b" in " ".join(
         capsys.readouterr().err.replace("│", " ").split()
     )
