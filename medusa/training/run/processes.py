@@ -176,8 +176,8 @@ def check_launch() -> None:
     # many were asked for, and the address that they would have met at is all that says so.
     if "ACCELERATE_USE_CPU" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
         raise ValueError(
-            "num_processes must be 1 where accelerate launch starts a single process whatever it is told, as on "
-            f"a CPU; leave --num_processes out, or for N processes launch with: {_ON_CPU}"
+            "num_processes must be 1 where accelerate launch starts a single process whatever it is told, as "
+            f"it does on a CPU; leave --num_processes out, or for N processes launch with: {_ON_CPU}"
         )
 
 
