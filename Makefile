@@ -47,10 +47,10 @@ HELD_OUT := --base $(BASE) --heads $(DEMO)/heads --prompts demo_heldout
 
 demo: $(DEMO)/.tuned
 	$(BIN)/medusa benchmark $(HELD_OUT) --limit 3 --max-new-tokens 80 --show --plot $(DEMO)/benchmark.png \
-	    --systems heads default
+	    --json $(DEMO)/benchmark.json --systems heads default
 	@echo "And with the heads that ship, which were trained for hours:"
 	$(BIN)/medusa benchmark --base $(BASE) --prompts demo_heldout --limit 3 --max-new-tokens 80 \
-	    --plot $(DEMO)/shipped.png --systems default
+	    --plot $(DEMO)/shipped.png --json $(DEMO)/shipped.json --systems default
 	@echo
 	@echo "Heads:      $(DEMO)/heads, trained just now; 'smollm2-135m-instruct' are the ones that ship"
 	@echo "Evaluation: $(DEMO)/evaluation.json, $(DEMO)/evaluation.png, $(DEMO)/tree.png, $(DEMO)/benchmark.png"
@@ -74,11 +74,12 @@ $(DEMO)/evaluation.json: | $(DEMO)/heads/config.json
 # How many guesses are worth verifying at once on this machine?
 $(DEMO)/.tuned: | $(DEMO)/evaluation.json
 	$(BIN)/medusa tune --base $(BASE) --heads $(DEMO)/heads --prompts $(DEMO)/data.jsonl \
-	    --limit 16 --sizes 2,3,4,6,8,12 --plot $(DEMO)/tree.png
+	    --limit 16 --sizes 2,3,4,6,8,12 --plot $(DEMO)/tree.png --json $(DEMO)/tuned.json
 	@touch $@
 
 bench: | $(DEMO)/.tuned
-	$(BIN)/medusa benchmark $(HELD_OUT) --limit 12 --max-minutes 6 --plot $(DEMO)/benchmark.png
+	$(BIN)/medusa benchmark $(HELD_OUT) --limit 12 --max-minutes 6 --plot $(DEMO)/benchmark.png \
+	    --json $(DEMO)/benchmark.json
 
 measure: .venv/.installed | $(BASE)/config.json
 	$(BIN)/python scripts/measure.py $(if $(ONLY),--only $(ONLY))

@@ -128,6 +128,17 @@ class _StandardError:
         return getattr(sys.stderr, name)
 
 
+class _PipedConsole(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command that nobody reads its output any more: rich would end it with status 1."""
+        raise
+
+
+def output_console(width: int | None = None) -> Console:
+    """Standard output, for results; a reader that goes away is a BrokenPipeError."""
+    return _PipedConsole(highlight=False, width=width)
+
+
 def log_console() -> Console:
     """Where programs talk to the reader: standard error."""
     return Console(file=cast(IO[str], _StandardError()), highlight=False)

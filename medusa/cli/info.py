@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicCache
@@ -23,7 +22,7 @@ from medusa.base.loading import BaseSource, find_base, load_tokenizer
 from medusa.base.recurrent import is_recurrent, kind_of_layer
 from medusa.cli.option_types import InfoOptions
 from medusa.cli.options import answer_command, command
-from medusa.console import counted, megabytes
+from medusa.console import counted, megabytes, output_console
 from medusa.heads.checkpoint import PROVENANCE_FILE, HeadsCheckpoint, kind_of, load_heads
 from medusa.heads.mtp import num_mtp_layers
 
@@ -60,7 +59,7 @@ def info(options: InfoOptions) -> list[str]:
         for key, value in made.items():
             text = _made_in_words(value)
             table.add_row(f"made: {key}", text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + " ...")
-        Console(highlight=False).print(table)
+        output_console().print(table)
     if config is not None:
         can_answer = tokenizer is not None and not described["decodes"].startswith("no")
         return [answer_command(tokenizer, "--base", name)] if can_answer else []

@@ -66,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A reader of standard output that goes away (``| head``) ends the command quietly, with status 141.
     """
+    _open_standard_streams()
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else arguments)
@@ -74,6 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
         return LOST_PIPE
+
+
+def _open_standard_streams() -> None:
+    """Open the standard streams that were closed (``>&-``), so that no file gets their numbers."""
+    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -471,8 +471,8 @@ class ReportOptions:
     """The files that a program writes."""
 
     json: Path | None = None
-    """Write the closing report, one JSON object, to this file; - is standard output. Where standard output is
-    no terminal, the report is its last line in any case."""
+    """Write the closing report, one JSON object, to this file; - is standard output. Where none is named and
+    standard output is no terminal, the report is its last line."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from medusa.console import Column, log_console, print_table
+from medusa.console import Column, log_console, output_console, print_table
 from medusa.files import write_json
 
 STANDARD_OUTPUT = Path("-")
@@ -54,8 +54,8 @@ class Report:
 
     def publish(self, json_path: Path | None) -> None:
         """Print and draw, and end with the JSON object: :func:`end_with_json`."""
-        terminal = Console(highlight=False)
-        self.show(terminal if terminal.is_terminal else Console(highlight=False, width=TABLE_WIDTH))
+        terminal = output_console()
+        self.show(terminal if terminal.is_terminal else output_console(TABLE_WIDTH))
         for path, draw in self._pictures.items():
             draw(path)
             log_console().print(f"picture: {path}", soft_wrap=True)
@@ -63,11 +63,11 @@ class Report:
 
 
 def end_with_json(values: Mapping[str, Any], path: Path | None) -> None:
-    """Write ``values`` to ``path``, and as last line of standard output where that is no terminal, or where
-    ``path`` is ``-``."""
+    """Write ``values`` to ``path``, or as last line of standard output where ``path`` is ``-``, or None and
+    standard output no terminal."""
     if path not in (None, STANDARD_OUTPUT):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, values)
-    if path == STANDARD_OUTPUT or not sys.stdout.isatty():
+    if path == STANDARD_OUTPUT or (path is None and not sys.stdout.isatty()):
         sys.stdout.write(json.dumps(values, allow_nan=False) + "\n")
         sys.stdout.flush()

@@ -501,3 +501,46 @@ def test_info_tells_the_metrics_of_training_in_words(tmp_path, capsys):
     printed = " ".join(ran(capsys, ["info", str(heads)]).out.replace("│", " ").split())
     assert "made: command medusa train" in printed
     assert "made: metrics held_out/top1_1 0.483, documents training 9" in printed
+
+
+COMMAND = "import sys; from medusa.cli.main import main; sys.exit(main())"
+
+
+def shell(command: str, **given) -> subprocess.CompletedProcess:
+    """A line for bash in which ``medusa`` is the command."""
+    alias = f'medusa() {{ "{sys.executable}" -c "{COMMAND}" "$@"; }}'
+    return subprocess.run(["bash", "-c", f"{alias}; {command}"], capture_output=True, text=True, **given)
+
+
+def test_a_reader_that_goes_away_ends_a_chat_with_141_and_no_word(saved):
+    questions = "".join(f"question {number}\\n" for number in range(40))
+    words = " ".join(map(str, saved))
+    line = f"printf '{questions}' | medusa chat {words} --max-new-tokens 4 | head -1; echo ${{PIPESTATUS[1]}}"
+    ended = shell(line)
+    assert ended.stdout.splitlines()[-1] == "141", ended
+    assert "Traceback" not in ended.stderr and "error" not in ended.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&-", ">&- <&-", ">&- 2>&-"])
+def test_a_standard_stream_that_is_closed_is_no_traceback(saved, closed):
+    words = " ".join(map(str, saved))
+    for line in (f"medusa --version {closed}", f"medusa generate {words} --max-new-tokens 3 Hello {closed}"):
+        ended = shell(line)
+        assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
+
+
+def test_a_system_message_that_the_template_refuses_is_its_words(saved, capsys, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(saved[1], base)
+    refusing = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    )
+    (base / "chat_template.jinja").write_text(refusing)
+    for command in (["chat", "--prompts", tmp_path / "prompts.jsonl"], ["generate", "Hello"]):
+        (tmp_path / "prompts.jsonl").write_text('{"prompt": "Hello"}')
+        words = [command[0], "--base", base, "--heads", "none", "--max-new-tokens", "2", *command[1:]]
+        ran(capsys, map(str, words))
+        said = ran(capsys, map(str, [*words, "--system", "Be brief."]), 1).err
+        assert "refuses the conversation: System role not supported; leave the system message out" in said
+        assert "Traceback" not in said

@@ -288,3 +288,14 @@ def test_a_folder_of_several_splits_gives_one(tmp_path, train, test):
     assert_refused(lambda: expanded([source]), ValueError, words)
     (tmp_path / "data" / test).unlink()
     assert len(expanded([source])) == 2, "nothing else tells of a split"
+
+
+@pytest.mark.parametrize("indent", [1, 4, None])
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+def test_one_object_over_several_lines_is_a_row(tmp_path, indent, suffix):
+    path, text = tmp_path / f"row{suffix}", json.dumps(conversation("q", "a"), indent=indent)
+    path.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
+    (example,) = read_examples([str(path)])
+    assert [each["content"] for each in example.messages] == ["q", "a"]
+    path.write_bytes(gzip.compress(text[:-3].encode()) if suffix.endswith("gz") else text[:-3].encode())
+    assert_refused(lambda: list(read_examples([str(path)])), ValueError, f"{path} ... is not valid JSON")

@@ -96,6 +96,34 @@ def test_a_template_that_rewrites_history_gives_each_answer_its_own_document():
     assert "first answer" not in tokenizer.decode(second.tokens)
 
 
+LONG = [
+    {"role": ("user", "assistant")[place % 2], "content": f"message {place} of a long conversation"}
+    for place in range(200)
+]
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, FORGETFUL], ids=["adds", "forgets"])
+@pytest.mark.parametrize("most", [30, 200, 1000, 100_000])
+def test_of_a_long_conversation_what_a_document_holds_is_rendered_and_is_the_same(
+    monkeypatch, template, most
+):
+    tokenizer, rendered = chat_tokenizer(template), []
+    example = parse_row({"messages": LONG}, "data row 1")
+    whole = list(tokenise(tokenizer, Renderer(tokenizer).render(example)))
+    apply = tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        tokenizer, "apply_chat_template", lambda *given, **more: rendered.append(1) or apply(*given, **more)
+    )
+    cut = list(tokenise(tokenizer, Renderer(tokenizer, max_length=most).render(example)))
+    assert len(cut) == len(whole)
+    for ours, theirs in zip(cut, whole, strict=True):
+        assert ours.tokens[:most].tolist() == theirs.tokens[:most].tolist()
+        assert ours.is_label[:most].tolist() == theirs.is_label[:most].tolist()
+        assert (len(ours.tokens) > most) == (len(theirs.tokens) > most)
+    if template == CHAT_TEMPLATE and most <= 1000:
+        assert len(rendered) < 60, "all 100 answers take 200 renderings"
+
+
 def test_special_characters_and_repeated_text_do_not_move_the_labels():
     answer = "system\n🙂 first question — ünï"
     (document,) = documents_of(conversation("first question 🙂", answer))

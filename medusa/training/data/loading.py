@@ -69,10 +69,20 @@ class RenderedText:
 
 class Renderer:
     """Renders examples with one tokenizer's chat template; ``template_kwargs`` are defaults for examples
-    without their own. ``skipped`` counts the answers left out, by reason."""
+    without their own. ``skipped`` counts the answers left out, by reason.
 
-    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None):
+    Documents are cut to ``max_length`` tokens later. Every answer is rendered with all before it, so of a
+    long conversation only what such a document holds is rendered, where the template only adds to its text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
+        max_length: int | None = None,
+    ):
         self.tokenizer, self.template_kwargs = tokenizer, template_kwargs or {}
+        self.max_length = max_length
         check_template_kwargs(self.template_kwargs)
         self.skipped: Counter[str] = Counter()
         self.template_options: list[dict[str, Any]] = []
@@ -103,6 +113,8 @@ class Renderer:
             if written and not prompt.startswith(text):
                 documents.append(RenderedText(text, tuple(written)))
                 written = []
+            elif written and not documents and self._is_full(text, example.messages[index:]):
+                break
             text = prompt + answer
             written.append((len(prompt), len(text)))
         if written:
@@ -112,6 +124,14 @@ class Renderer:
             if template_kwargs not in self.template_options and len(self.template_options) < _MOST_REMEMBERED:
                 self.template_options.append(template_kwargs)
         return documents
+
+    def _is_full(self, text: str, rest: Sequence[Message]) -> bool:
+        """Whether ``text`` has more than ``max_length`` tokens, and ``rest`` nothing that templates leave out
+        of their history."""
+        if self.max_length is None or len(text) <= self.max_length or any(map(_is_left_out, rest)):
+            return False
+        encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
+        return len(encoded["input_ids"]) > self.max_length
 
     def _continued(self, example: Example) -> list[RenderedText]:
         """The text of the first message and how the model continued it, as :mod:`medusa.prompts` asks a model
@@ -287,6 +307,10 @@ def _without_blanks(
     return starts, ends
 
 
+def _is_left_out(message: Message) -> bool:
+    return bool(message.get("reasoning_content") or _CLOSING.search(message["content"]))
+
+
 def _answer_indices(messages: Sequence[Message]) -> Iterator[int]:
     """Assistant messages that answer something."""
     asked = False
@@ -429,7 +453,7 @@ def _remove_abandoned(directory: Path) -> None:
 def _tokenise_into(spool: Path, name: str, options: DataOptions, tokenizer: Any) -> Path:
     """The path of a new dataset called ``name`` in ``spool``."""
     counts: Counter[str] = Counter()
-    renderer = Renderer(tokenizer, options.template_kwargs)
+    renderer = Renderer(tokenizer, options.template_kwargs, options.max_length)
     texts = _rendered(read_examples(options.data, options.data_split), renderer, counts)
     write_documents(spool / "all", filtered(tokenise(tokenizer, texts), options, counts))
     documents = read_documents(spool / "all")

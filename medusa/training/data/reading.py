@@ -222,18 +222,31 @@ def _rows(source: str, split: str) -> Iterator[Any]:
 
 
 def _json_rows(path: Path) -> Iterator[Any]:
-    """Rows of a JSON array, or of one JSON value a line, by content and not by name; blank lines skipped."""
+    """Rows of a JSON array, or of one JSON value a line, by content and not by name; blank lines skipped. A
+    .json file may also be one object over several lines."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             lines = (line for line in file if line.removeprefix(codecs.BOM_UTF8).strip())
-            first = next(lines, b"")
-            if first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            first = next(lines, b"").removeprefix(codecs.BOM_UTF8)
+            if first.lstrip().startswith(b"["):
                 yield from parsed_json(first + file.read(), str(path))
+                return
+            is_begun = path.name.endswith((".json", ".json.gz")) and first.lstrip().startswith(b"{")
+            if is_begun and not _is_json(first):
+                yield parsed_json(first + file.read(), str(path))  # one object over several lines
                 return
             for number, line in enumerate(chain([first] if first else [], lines), start=1):
                 yield parsed_json(line, f"{path} row {number}")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is not a whole gzip file: {error}") from error
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        parsed_json(line, "")
+    except ValueError:
+        return False
+    return True
 
 
 def _parquet_rows(path: Path) -> Iterator[Any]:

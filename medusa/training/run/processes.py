@@ -177,7 +177,7 @@ def check_launch() -> None:
     if "ACCELERATE_USE_CPU" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
         raise ValueError(
             "num_processes must be 1 where accelerate launch starts a single process whatever it is told, as "
-            f"on a CPU; leave --num_processes out, or for N processes launch with: {_ON_CPU}"
+            f"it does on a CPU; leave --num_processes out, or for N processes launch with: {_ON_CPU}"
         )
 
 
