@@ -12,6 +12,7 @@ import tyro
 from torch import Tensor
 
 from medusa.base.causal_lm import vocab_size
+from medusa.base.loading import BaseSource, find_base
 from medusa.cli.loading import (
     answered_prompts,
     decode_prompt,
@@ -25,6 +26,9 @@ from medusa.cli.options import GrowingInts, ModelOptions, ProgramOptions, answer
 from medusa.console import counted, log_console, track
 from medusa.drafters.registry import DrafterFactory
 from medusa.engine.engine_state import resolved_engine
+from medusa.engine.kernels import kernels_unsupported_reason
+from medusa.engine.loading import load_for_engine
+from medusa.engine.views import packed_as
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.measurement import comparison, evaluation
 from medusa.measurement.comparison import COMPARED_SIZES, NamedHeads, ranked, read_named, split_label
@@ -296,11 +300,20 @@ def _beginning(row: AnsweredTokens, device: torch.device) -> dict[str, Tensor]:
 
 
 def _evaluate_engine(options: EvaluationOptions) -> list[str]:
-    """Compare the engine, and llama.cpp, with float32."""
-    model = load_model(replace(options.model, dtype=options.model.dtype or "float32"), holds_weights=True)
+    """Compare the engine, and llama.cpp, with float32; of a quantised file, with its widened weights."""
+    asked = replace(options.model, dtype=options.model.dtype or "float32")
+    file = _quantised_file(options.model)
+    if file is not None:
+        asked = replace(asked, engine="eager", step="general")
+    model = load_model(asked, holds_weights=True)
     if model.base.dtype != torch.float32:
         raise ValueError(f"dtype must be float32, which all are held against, got {model.base.dtype}")
     others = _readers(model, options.engines)
+    if file is not None:
+        held = load_for_engine(file, options.model.engine)
+        reader = reader_of(held, options.engines.tokens_per_pass)
+        del others["eager"]
+        others = {packed_as(held) or "packed": reader, **others}
     prompts = load_prompts(options.prompts)
     exact = model
     if any(prompt.answer is None for prompt in prompts):
@@ -322,6 +335,15 @@ def _evaluate_engine(options: EvaluationOptions) -> list[str]:
     evaluation.add_fidelity_table(report)
     report.publish(options.report.json)
     return [command("benchmark", *to_argv(options.model))]
+
+
+def _quantised_file(options: ModelOptions) -> BaseSource | None:
+    """The base, where it is a GGUF file that can be held in its own bits."""
+    if options.base is None or options.engine == "eager":
+        return None
+    source = find_base(options.base, trust_remote_code=options.trust_remote_code)
+    is_held = source.gguf is not None and kernels_unsupported_reason() is None
+    return source if is_held else None
 
 
 def _readers(model: MedusaModel, options: FidelityOptions) -> dict[str, Reader]:
