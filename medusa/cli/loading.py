@@ -41,6 +41,7 @@ from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import DrafterFactory, uses_model_heads
 from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_bytes, share_apart
+from medusa.hardware import use_threads
 from medusa.heads.adapter import apply_adapter
 from medusa.heads.autoregressive_head import Heads
 from medusa.heads.calibration import AnsweredTokens
@@ -73,6 +74,7 @@ def load_model(
     measuring ``transformers``. ``for_chat`` refuses a base without a chat template before it is read.
     """
     log = log_version()
+    use_threads(options.threads)
     check_template_kwargs({} if template is None else template.template_kwargs)
     device = chosen_device(options.device)
     named = options.named_heads
