@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 
 from medusa.assets import shipped_heads
 from medusa.base.architecture_check import check_decodable, is_tested
-from medusa.base.loading import load_tokenizer, resolve_source
+from medusa.base.loading import explained_kind, load_tokenizer, resolve_source
 from medusa.base.recurrent import is_recurrent, kind_of_layer
 from medusa.cli.option_types import InfoOptions
 from medusa.cli.options import answer_command, command
@@ -80,7 +80,7 @@ def _base_config(name: str) -> PreTrainedConfig | None:
 def describe_base(config: PreTrainedConfig) -> dict[str, Any]:
     """The features of a base of this configuration, in plain values. No weights are read: a type that the
     tests do not cover is checked when it is loaded."""
-    with torch.device("meta"):
+    with torch.device("meta"), explained_kind(str(config.name_or_path)):
         base: Any = AutoModelForCausalLM.from_config(config)
     try:
         check_decodable(base)

@@ -102,6 +102,14 @@ def load_model(
         checkpoint = own_heads(base)
     if checkpoint is not None and checkpoint.adapter is not None:
         apply_adapter(base, checkpoint.adapter)
+    if (num_beams := base.generation_config.num_beams or 1) > 1:
+        base.generation_config.num_beams = 1
+        log.print(
+            f"the base's generation_config asks for num_beams={num_beams}; medusa decodes greedily or by "
+            "sampling, without beams",
+            style="dim",
+            soft_wrap=not log.is_terminal,
+        )
     base.generation_config.eos_token_id = sorted(end_ids(base, tokenizer)) or None
     model = MedusaModel.from_pretrained(
         base,
