@@ -15,7 +15,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ def _openmp_release() -> Callable[[int], int] | None:
 
 def available_memory(device: torch.device | None = None) -> int | None:
     """Bytes of memory that this process may still take, of a CUDA ``device`` or of the system: free memory,
-    or the rest of the control group's limit; None where the system does not report it."""
+    or the rest of the control groups' limits; None where the system does not report it."""
     if device is not None and device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     listing = Path("/proc/meminfo")
@@ -87,19 +87,103 @@ def available_memory(device: torch.device | None = None) -> int | None:
     for line in listing.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             free = 1024 * int(line.split()[1])
-            return min([free, *_left_in_control_group()])
+            return min([free, *_left_in_control_groups()])
     return None
 
 
-def _left_in_control_group() -> list[int]:
-    """Memory left below the limit of the process's control group (version 2), without cached files; empty
-    without a limit."""
-    home = Path("/sys/fs/cgroup")
-    limit, used, details = (home / f"memory.{name}" for name in ("max", "current", "stat"))
-    if not limit.exists() or not used.exists() or not limit.read_text().strip().isdigit():
+PROCESS = Path("/proc/self")
+"""What the system says of this process."""
+
+
+def _control_groups(controller: str) -> list[Path]:
+    """The directories of the process's control groups that may limit ``controller``, outwards: of version 2,
+    and of version 1 where that is mounted. A container sees them from its own on."""
+    try:
+        groups = [line.split(":", 2) for line in (PROCESS / "cgroup").read_text().splitlines()]
+        mounts = [line.split(" - ", 1) for line in (PROCESS / "mountinfo").read_text().splitlines()]
+    except OSError:
         return []
-    files = [int(line.split()[1]) for line in details.read_text().splitlines() if line.startswith("file ")]
-    return [int(limit.read_text()) - int(used.read_text()) + sum(files)]
+    inside = {name: path for _, names, path in groups for name in names.split(",")}  # "" is version 2
+    found = []
+    for place, kind in ((left.split(), right.split()) for left, right in mounts):
+        is_second = kind[0] == "cgroup2"
+        if not is_second and not (kind[0] == "cgroup" and controller in kind[-1].split(",")):
+            continue
+        path, root = inside.get("" if is_second else controller, "/"), place[3]
+        below = PurePosixPath(path)
+        below = below.relative_to(root) if below.is_relative_to(root) else PurePosixPath()
+        mounted = Path(place[4])
+        found += [mounted / part for part in (below, *below.parents)]
+    return found
+
+
+def _number_in(path: Path) -> int | None:
+    """The number in a file of a control group; None where there is none, or no limit."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.lstrip("-").isdigit() else None
+
+
+def _left_in_control_groups() -> list[int]:
+    """Memory left below each limit of the process's control groups, without cached files."""
+    left = []
+    for group in _control_groups("memory"):
+        for limit, used, total in (
+            ("memory.max", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        ):
+            most, taken = _number_in(group / limit), _number_in(group / used)
+            if most is not None and taken is not None:
+                details = (group / "memory.stat").read_text().splitlines()
+                cached = (f"{total}active_file ", f"{total}inactive_file ")
+                files = sum(int(line.split()[1]) for line in details if line.startswith(cached))
+                left.append(max(0, most - taken + files))
+    return left
+
+
+def available_cores() -> int:
+    """Cores that this process may use: those of its affinity, or the whole ones of its control groups'
+    share."""
+    cores = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
+    for group in _control_groups("cpu"):
+        try:
+            quota, period = (group / "cpu.max").read_text().split()
+        except (OSError, ValueError):
+            quota, period = (str(_number_in(group / f"cpu.cfs_{name}_us")) for name in ("quota", "period"))
+        if quota.isdigit() and period.isdigit() and int(quota) > 0:
+            cores.append(max(1, int(quota) // int(period)))
+    return min(cores)
+
+
+def use_threads(wanted: int | None = None) -> None:
+    """Have torch compute with ``wanted`` threads. None leaves torch's own number, which is that of
+    OMP_NUM_THREADS, or of the cores of the machine; it is lowered to those that a container may use."""
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+    elif "OMP_NUM_THREADS" not in os.environ and (cores := available_cores()) < torch.get_num_threads():
+        torch.set_num_threads(cores)
+
+
+FEATURES = (
+    "vendor_id", "cpu family", "model", "flags",
+    "CPU implementer", "CPU part", "CPU variant", "Features", "isa",
+)  # fmt: skip
+"""Lines of /proc/cpuinfo on which compiled code depends."""
+
+
+@functools.cache
+def processor_features() -> tuple[str, ...]:
+    """What the processor can do, as the system and torch say it: names are the same for very different ones
+    on ARM and in virtual machines."""
+    told = {
+        f"{name.strip()}: {' '.join(sorted(value.split()))}"
+        for name, _, value in (line.partition(":") for line in _processor_lines())
+        if name.strip() in FEATURES
+    }
+    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return (*sorted(told), *sorted(f"{name}: {value}" for name, value in known.items()))
 
 
 def multiplies_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
@@ -156,10 +240,13 @@ def _best_seconds(work: Callable[[], Tensor], device: torch.device) -> float:
 
 def _processor_name() -> str:
     """The name of the processor; its architecture where the system does not report it."""
-    listing = Path("/proc/cpuinfo")
-    if listing.exists():
-        for line in listing.read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name" and value.strip():
-                return value.strip()
+    for line in _processor_lines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name" and value.strip():
+            return value.strip()
     return platform.processor() or platform.machine()
+
+
+def _processor_lines() -> list[str]:
+    listing = Path("/proc/cpuinfo")
+    return listing.read_text(encoding="utf-8", errors="replace").splitlines() if listing.exists() else []

@@ -115,13 +115,22 @@ def load_base(source: str | Path | BaseSource, **kwargs: Any) -> CausalLM:
 
     Raises:
         FileNotFoundError: as :func:`find_base`.
-        ValueError: so too, or a file of its weights is damaged.
+        ValueError: so too, or a file of its weights is damaged, or none holds the LM head.
     """
     source = find_base(source, **kwargs)
     if source.gguf is not None:
         return load_widened(source.gguf, source.config, _widened_dtype(source))
+    arguments = {**source.arguments, "output_loading_info": True}
     with explained_damage(source.name):
-        base: Any = AutoModelForCausalLM.from_pretrained(source.name, **source.arguments)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source.name, **arguments)
+    base, info = loaded
+    output = base.get_output_embeddings()
+    names = [f"{name}.weight" for name, module in base.named_modules() if module is output]
+    if lacks := [name for name in names if name in info["missing_keys"]]:
+        raise ValueError(
+            f"base {source.name!r} is no language model: its files hold no LM head ({lacks[0]}), so it would "
+            "answer from random weights; name a checkpoint of the whole model"
+        )
     return base.eval()
 
 
@@ -208,6 +217,22 @@ def _cached_files(repository: str, revision: str | None, cache_dir: str | Path |
                 if revision is None or revision == each.commit_hash or revision in each.refs:
                     return {file.file_name: file.file_path for file in each.files if is_gguf(file.file_name)}
     return {}
+
+
+@contextmanager
+def explained_kind(name: str) -> Iterator[None]:
+    """Within, a model that is no causal language model is a ValueError without the list of all that are."""
+    try:
+        yield
+    except ValueError as error:
+        said = str(error)
+        if "Unrecognized configuration class" not in said:
+            raise
+        kind = re.search(r"configuration_(\w+)\.", said)
+        raise ValueError(
+            f"base {name!r} is of type {kind[1] if kind else 'unknown'!r}, of which transformers has no "
+            "causal language model; name a model that AutoModelForCausalLM loads"
+        ) from error
 
 
 @contextmanager

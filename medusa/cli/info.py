@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 from medusa.assets import shipped_heads
 from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.gguf_file import GGUFFile, is_gguf, type_name
-from medusa.base.loading import BaseSource, find_base, load_tokenizer
+from medusa.base.loading import BaseSource, explained_kind, find_base, load_tokenizer
 from medusa.base.recurrent import is_recurrent, kind_of_layer
 from medusa.cli.option_types import InfoOptions
 from medusa.cli.options import answer_command, command
@@ -75,10 +75,10 @@ def _base_source(name: str) -> BaseSource | None:
         return find_base(name)
     except FileNotFoundError:  # the message of heads that are not there says more
         return None
-    except ValueError:
-        if is_gguf(name) or ":" in name:
+    except ValueError as error:
+        if is_gguf(name) or ":" in name or str(error).startswith("base "):
             raise
-        return None
+        return None  # a directory of another kind, such as heads
 
 
 def describe_weights(file: GGUFFile) -> str:
@@ -94,7 +94,7 @@ def describe_weights(file: GGUFFile) -> str:
 def describe_base(config: PreTrainedConfig) -> dict[str, Any]:
     """The features of a base of this configuration, in plain values. No weights are read: a type that the
     tests do not cover is checked when it is loaded."""
-    with torch.device("meta"):
+    with torch.device("meta"), explained_kind(str(config.name_or_path)):
         base: Any = AutoModelForCausalLM.from_config(config)
     try:
         check_decodable(base)

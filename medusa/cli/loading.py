@@ -41,6 +41,7 @@ from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import DrafterFactory, uses_model_heads
 from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_bytes, share_apart
+from medusa.hardware import use_threads
 from medusa.heads.adapter import apply_adapter
 from medusa.heads.autoregressive_head import Heads
 from medusa.heads.calibration import AnsweredTokens
@@ -73,6 +74,7 @@ def load_model(
     measuring ``transformers``. ``for_chat`` refuses a base without a chat template before it is read.
     """
     log = log_version()
+    use_threads(options.threads)
     check_template_kwargs({} if template is None else template.template_kwargs)
     device = chosen_device(options.device)
     named = options.named_heads
@@ -100,6 +102,14 @@ def load_model(
         checkpoint = own_heads(base)
     if checkpoint is not None and checkpoint.adapter is not None:
         apply_adapter(base, checkpoint.adapter)
+    if (num_beams := base.generation_config.num_beams or 1) > 1:
+        base.generation_config.num_beams = 1
+        log.print(
+            f"the base's generation_config asks for num_beams={num_beams}; medusa decodes greedily or by "
+            "sampling, without beams",
+            style="dim",
+            soft_wrap=not log.is_terminal,
+        )
     base.generation_config.eos_token_id = sorted(end_ids(base, tokenizer)) or None
     model = MedusaModel.from_pretrained(
         base,

@@ -392,6 +392,12 @@ class ModelOptions:
     """How steps run. compiled: layers and drafts compiled for this machine, a minute once, then the fastest
     on a CPU. general: nothing is compiled. static: fixed shapes that never wait for the host. captured: those
     as CUDA graphs. None is compiled with engine packed or int8, general elsewhere."""
+    threads: int | None = None
+    """Threads that compute on a CPU. None is OMP_NUM_THREADS, or the cores that this process may use, the
+    limits of its container included."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "threads")
 
     @property
     def named_heads(self) -> str | None:

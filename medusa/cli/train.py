@@ -12,6 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from medusa.base.loading import load_tokenizer
 from medusa.cli.options import answer_command, command, to_argv
+from medusa.hardware import use_threads
 from medusa.training.config import TrainingConfiguration, launched_precision
 from medusa.training.run import job
 
@@ -47,6 +48,7 @@ def train(configuration: TrainOptions) -> list[str]:
     """Train, and leave the heads with their tree, their provenance and a picture of the run."""
     logging.basicConfig(level=logging.WARNING)
     disable_progress_bar()
+    use_threads()
     return next_steps(configuration) if job.train(configuration) else []
 
 

@@ -14,7 +14,9 @@ One thread at a time may use a batch.
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -57,6 +59,10 @@ MAX_OVERTAKES = 16
 """How often shorter rows may start before a waiting row that does not fit yet."""
 
 
+LEAST_CHUNK = 16
+"""Tokens of a prompt that are read at once at least: fewer take hardly less time."""
+
+
 class QueueFull(RuntimeError):
     """The queue is full."""
 
@@ -74,6 +80,9 @@ class BatchLimits:
     """Requests that wait."""
     chunk: int = 256
     """Prompt tokens that are prefilled between two decode steps, over all rows."""
+    by_time: bool = False
+    """Whether a token of a prompt counts by the time that it takes: behind thousands of others it takes
+    several times as long, and all others wait for it. At least :data:`LEAST_CHUNK` tokens are read."""
     prefix_bytes: int = 256 * 2**20
     """Size of the prefix cache: keys and values of ended texts, for requests with the same beginning."""
 
@@ -116,6 +125,8 @@ class _Prefill:
     """The request, with the answer so far appended to the prompt."""
     prefix: TreeCache
     """The cache of these rows: the part of their prompts that is prefilled."""
+    seconds: float = 0.0
+    """The time of a token in the last chunk."""
 
     @property
     def longest(self) -> int:
@@ -166,6 +177,7 @@ class Batch:
         self._max_nodes = max_nodes
         self._clock, self._validator = PhaseClock(self.statistics), DraftValidator(vocab_size(runner.base))
         self._prefills: list[_Prefill] = []  # oldest first; see `_begin_prefill` for their lengths
+        self._least_seconds = float("inf")  # of a token of a prompt
         self._has_read = False  # whether the last call of `step` was prefill
         self._state: DecodeState | None = None  # the rows that decode; None without any
         self._num_joined = 0
@@ -282,24 +294,26 @@ class Batch:
             return self._decode() if self._state else []
 
     def _prefill_chunk(self) -> list[RowOutput]:
-        """Prefill up to ``chunk`` tokens: half of the budget is reserved for the oldest prompt, the rest goes
-        to shorter prompts first."""
+        """Prefill up to ``chunk`` tokens: half of the budget, by time a quarter, is reserved for the oldest
+        prompt, the rest goes to shorter prompts first."""
         outputs: list[RowOutput] = []
         self._clock.start()
-        budget, reserved = self.limits.chunk, self.limits.chunk - self.limits.chunk // 2
+        budget = self.limits.chunk
+        reserved = budget // 4 if self.limits.by_time else budget - budget // 2
         while budget > 0 and self._begin_prefill():
             overtakes = len(self._prefills) > 1 and budget > reserved
             prefill = self._prefills[-1 if overtakes else 0]
-            max_tokens = budget - reserved if overtakes else budget
+            share, cost = budget - reserved if overtakes else budget, self._cost(prefill)
+            max_tokens = share if cost == 1 else max(min(share, LEAST_CHUNK), int(share / cost))
             try:
                 if prefill.num_remaining > max_tokens:
                     self._read_chunk(prefill, max_tokens)
-                    budget -= max_tokens
+                    budget -= math.ceil(max_tokens * cost)
                 elif self._state and not self._fits(prefill.longest, len(self._prefills)):
                     self._postpone(prefill)  # the others have grown meanwhile
                     break
                 else:
-                    budget -= prefill.num_remaining
+                    budget -= math.ceil(prefill.num_remaining * cost)
                     self._prefills.remove(prefill)
                     outputs += self._finish_prefill(prefill)
             except Exception as error:  # a request that breaks the pass fails alone
@@ -307,6 +321,14 @@ class Batch:
                 outputs += [self._failed(row, _cause(error)) for row in prefill.rows]
         self._clock.lap("prefill")
         return outputs
+
+    def _cost(self, prefill: _Prefill) -> float:
+        """How many of the cheapest tokens of a prompt one of ``prefill`` takes the time of; 1 where nobody
+        waits for it, or the budget counts tokens."""
+        is_alone = self._state is None and len(self._prefills) == 1
+        if is_alone or not self.limits.by_time or not prefill.seconds:
+            return 1.0
+        return max(1.0, prefill.seconds / self._least_seconds)
 
     def _begin_prefill(self) -> bool:
         """Start one more prefill if a waiting request may; whether any prefill is running then.
@@ -388,7 +410,11 @@ class Batch:
         """Prefill the next ``num_tokens`` tokens."""
         prefix = prefill.prefix
         known = [length + num_tokens for length in prefix.known_lengths]
+        began = time.perf_counter()
         self._runner.prefill(prefill.request.tokens, prefix.lengths + num_tokens, prefix, known=known)
+        if num_tokens >= LEAST_CHUNK:
+            prefill.seconds = (time.perf_counter() - began) / num_tokens
+            self._least_seconds = min(prefill.seconds, 1.02 * self._least_seconds)  # forgets an odd one
         for row in prefill.rows:
             row.num_read = prefix.longest
 

@@ -166,7 +166,10 @@ def _check_supported(
 ) -> None:
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(f"medusa decodes greedily or by sampling, got generation mode {mode.value!r}")
+        raise ValueError(
+            f"medusa decodes greedily or by sampling, got generation mode {mode.value!r}; where the model's "
+            "generation_config asks for that, pass num_beams=1 and penalty_alpha=None"
+        )
     if acceptance not in ("exact", "typical", *RULES):
         raise ValueError(
             f"acceptance must be 'exact', 'typical' (lossy) or a rule for sampled drafts "

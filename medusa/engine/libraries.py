@@ -23,7 +23,7 @@ import transformers
 from medusa import files
 from medusa.assets import cache_home
 from medusa.console import log_console
-from medusa.hardware import device_name
+from medusa.hardware import processor_features
 
 COMPILERS = ("g++", "clang++", "c++")
 
@@ -70,7 +70,7 @@ def digest_of(*depends_on: Any) -> str:
         torch.backends.cpu.get_cpu_capability(),
         *(known() for known in (torch.cpu._is_vnni_supported, torch.cpu._is_amx_tile_supported)),
     )
-    processor = device_name(torch.device("cpu")), platform.machine(), instructions
+    processor = platform.machine(), instructions, processor_features()
     runs_on = *processor, torch.get_num_threads()
     return hashlib.sha256(repr((versions, runs_on, depends_on)).encode()).hexdigest()[:24]
 

@@ -116,6 +116,7 @@ class Service:
             max_rows=options.max_rows,
             max_waiting=options.max_waiting,
             chunk=options.chunk or (CPU_CHUNK if model.device.type == "cpu" else BatchLimits.chunk),
+            by_time=options.chunk is None and model.device.type == "cpu",
         ).in_memory(model.runner, *(_bytes(each) for each in (options.cache_mib, options.prefix_mib)))
         batches = {False: model.continuous_batch(self.limits, plain=options.plain)}
         if options.allow_plain:

@@ -45,7 +45,8 @@ class ServiceOptions:
     """Key-value cache of texts that have ended, in MiB: a conversation's next turn does not read them again.
     None is an eighth of that memory, or 32,768 tokens where these take less."""
     chunk: int | None = None
-    """Prompt tokens that are read between two steps of the running answers; none: 64 on a CPU, else 256."""
+    """Prompt tokens that are read between two steps of the running answers; none: 64 on a CPU,
+    fewer where they take longer because many others precede them, else 256."""
     max_new_tokens: int = 4096
     """Longest answer, also where a client names none."""
     timeout: float = 600.0

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from tiny_chat import chat_base, chat_tokenizer, save_chat_model
 from tiny_server import tiny_service
+from transformers import T5Config
 
 from medusa import MedusaModel
 from medusa.base.causal_lm import end_ids
 from medusa.cli.chat import ChatSession
+from medusa.cli.info import describe_base
 from medusa.cli.loading import load_model
 from medusa.cli.option_types import ChatOptions
 from medusa.cli.options import AnswerOptions, ModelOptions
@@ -64,3 +69,20 @@ def test_all_that_a_generation_configuration_takes_names_tokens(named):
     base = chat_base()
     base.generation_config.eos_token_id = named
     assert end_ids(base) == set(torch.as_tensor(named).flatten().tolist())
+
+
+def test_beams_of_a_generation_configuration_are_left_out_with_a_word(tmp_path, capsys):
+    base, heads = save_chat_model(tmp_path)
+    path = Path(base) / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_beams": 4}))
+    model = load_model(ModelOptions(base=base, heads=heads, device="cpu", step="general"))
+    assert "asks for num_beams=4" in capsys.readouterr().err
+    assert model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=3).shape == (1, 6)
+    with pytest.raises(ValueError, match=r"generation mode 'beam_search'; where .* pass num_beams=1"):
+        model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=3, num_beams=4)
+
+
+def test_info_of_a_model_of_another_kind_names_it_without_the_list_of_all_others():
+    with pytest.raises(ValueError, match="of type 't5', of which transformers has no causal") as refused:
+        describe_base(T5Config())
+    assert len(str(refused.value)) < 300

@@ -23,6 +23,7 @@ from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 from medusa import CandidateTree, MedusaModel
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import cache_bytes_per_token
+from medusa.decoding import batch as batch_module
 from medusa.decoding.batch import MAX_OVERTAKES, Batch, BatchLimits, QueueFull, Row
 from medusa.decoding.state import PrefixCache
 from medusa.decoding.step import ModelRunner
@@ -472,3 +473,39 @@ def test_what_guessing_costs_is_learnt_for_each_number_of_rows():
     rows = [row_of(model, [seed], max_new_tokens=4 + 8 * seed, do_sample=False) for seed in (4, 5, 6)]
     answer_all(model.continuous_batch(BatchLimits()), rows)
     assert set(model._costs.known) == {("general", 1), ("general", 2)}
+
+
+def test_by_time_a_short_prompt_waits_less_for_a_long_one_whose_tokens_take_longer(monkeypatch):
+    """On a clock by which a token behind others takes as long as there are."""
+    model, now = MedusaModel(tiny_model("llama")), [0.0]
+    monkeypatch.setattr(batch_module.time, "perf_counter", lambda: now[0])
+    waited, texts = {}, {}
+    for by_time in (False, True):
+        limits = BatchLimits(max_rows=4, chunk=64, by_time=by_time, prefix_bytes=0)
+        batch = model.continuous_batch(limits, plain=True)
+        prefill = ModelRunner.prefill
+
+        def slow(self, tokens, lengths, cache, *given, prefill=prefill, **more):
+            before = cache.longest
+            found = prefill(self, tokens, lengths, cache, *given, **more)
+            now[0] += sum(range(before, cache.longest))
+            return found
+
+        monkeypatch.setattr(ModelRunner, "prefill", slow)
+        requests = [model.request(random_prompts(1, size), max_new_tokens=4) for size in (1000, 100)]
+        long, short = rows = [Row(each) for each in requests]
+        batch.add(long)
+        while long.num_read < 500:
+            batch.step()
+        batch.add(short)
+        began = now[0]
+        while not short.tokens:
+            batch.step()
+        waited[by_time] = now[0] - began
+        assert not long.tokens and long.num_read > 500, "it is read too"
+        while batch.is_busy:
+            batch.step()
+        texts[by_time] = [row.tokens for row in rows]
+        monkeypatch.setattr(ModelRunner, "prefill", prefill)
+    assert texts[True] == texts[False]
+    assert waited[True] < waited[False] / 2

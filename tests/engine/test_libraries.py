@@ -16,6 +16,7 @@ from conftest import needs_kernels
 from torch import nn
 
 from medusa.engine import libraries
+from medusa.engine.kernels import lanes
 from medusa.engine.libraries import LibraryError, check_library, compile_library, digest_of
 from medusa.engine.programs import Part, Program, code_of, compiled_program
 from medusa.files import locked, write_json
@@ -137,6 +138,7 @@ def test_a_seal_is_written_before_the_library_takes_its_name(tmp_path, compiler,
 
 @needs_kernels
 def test_blanks_and_quotes_in_paths_are_none_for_torchs_compiler(tmp_path, monkeypatch):
+    lanes()  # loads the kernels
     monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path / "it's a cache"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch's own"))
     module, given = nn.Linear(3, 2), torch.randn(5, 3)

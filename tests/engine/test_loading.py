@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 import subprocess
@@ -21,9 +22,15 @@ from conftest import (
 from safetensors.torch import load_file
 from stateful_models import DECODABLE, stateful_model
 from test_causal_lm import OTHERS
-from tiny_chat import chat_tokenizer
+from tiny_chat import chat_base, chat_tokenizer, save_chat_model
 from torch.nn import functional as F
-from transformers import GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, OlmoConfig, OlmoForCausalLM
+from transformers import (
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OlmoConfig,
+    OlmoForCausalLM,
+)
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from medusa import CandidateTree, MedusaModel
@@ -271,3 +278,12 @@ def test_a_base_is_held_once_while_it_is_loaded_too(large, engine, factor):
     ran = subprocess.run(command, check=True, capture_output=True, text=True)
     peak = json.loads(ran.stdout.splitlines()[-1])["peak"]
     assert peak < factor * size + 40e6, f"{peak / size:.2f} of the file"
+
+
+@pytest.mark.parametrize("load", [load_base, functools.partial(load_for_engine, engine="packed")])
+def test_a_base_without_an_lm_head_in_its_files_is_refused(tmp_path, load):
+    save_chat_model(tmp_path)
+    chat_base().model.save_pretrained(tmp_path / "headless")
+    load(tmp_path / "base")
+    with pytest.raises(ValueError, match=r"is no language model: its files hold no LM head \(lm_head"):
+        load(tmp_path / "headless")
