@@ -40,6 +40,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from medusa import CandidateTree, MedusaModel
+from medusa.assets import base_named
 from medusa.base.causal_lm import cache_argument
 from medusa.base.gguf_file import GGUFFile
 from medusa.console import log_console
@@ -383,7 +384,12 @@ def main() -> None:
     parser.add_argument(
         "--contenders", nargs="+", choices=(*OURS, *THEIRS, *OF_FILES), default=(*OURS, *THEIRS)
     )
-    parser.add_argument("--files", nargs="+", type=Path, default=[], help="GGUF files in place of shapes")
+    parser.add_argument(
+        "--files",
+        nargs="+",
+        default=[],
+        help="GGUF files in place of shapes, or names that medusa fetch knows",
+    )
     parser.add_argument("--llama-bench", help="that program, with flags such as -rtr 1")
     parser.add_argument("--tokenizer", type=Path, default=Path("models/smollm2-135m-instruct"))
     parser.add_argument("--one", nargs=2, metavar=("CONTENDER", "MODEL"), help="measure here, for a parent")
@@ -409,8 +415,8 @@ def main() -> None:
         contenders = [each for each in contenders if each in OF_FILES] or ["file Q4_K_M"]
     contenders = [each for each in contenders if not each.startswith("llama-bench") or options.llama_bench]
     flags = ["--llama-bench", options.llama_bench] if options.llama_bench else []
-    for shape in [str(file) for file in options.files] or options.shapes:
-        directory = Path(shape) if options.files else options.directory / shape
+    for shape in options.files or options.shapes:
+        directory = Path(base_named(shape)) if options.files else options.directory / shape
         prepare(shape, directory, contenders, options.tokenizer)
         if options.prepare:
             continue

@@ -248,19 +248,33 @@ class _Header:
             return list(self._numbers(f"{count}{_SCALARS[kind]}"))
         if kind != _STRING:
             raise self._damaged(f"metadata {key!r} is an array of type {kind}, which is none")
+        spans = self._spans(count)
         if key == self._wanted:
-            self._found = [self._string() for _ in range(count)]
-            return count
-        for _ in range(count):
-            self._skip(*self._numbers("Q"))
+            self._found = [self._text(start, end) for start, end in spans]
         return count
 
+    def _spans(self, count: int) -> list[tuple[int, int]]:
+        """Where ``count`` strings are that follow each other; half a million are usual."""
+        if count > self._size // 8:
+            raise self._damaged(f"it claims an array of {count} strings")
+        spans, at, read = [], self._at, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if at + 8 > self._size:
+                raise self._damaged(f"it ends within its header, at byte {self._size}")
+            start = at + 8
+            at = start + read(self._bytes, at)[0]
+            spans.append((start, at))
+        self._at = start if at > self._size else at
+        self._skip(at - self._at)
+        return spans
+
     def _string(self) -> str:
-        (length,) = self._numbers("Q")
-        start = self._at
-        self._skip(length)
+        ((start, end),) = self._spans(1)
+        return self._text(start, end)
+
+    def _text(self, start: int, end: int) -> str:
         try:
-            return bytes(self._bytes[start : self._at]).decode()
+            return bytes(self._bytes[start:end]).decode()
         except UnicodeDecodeError as error:
             raise self._damaged(f"text at byte {start} is no UTF-8") from error
 

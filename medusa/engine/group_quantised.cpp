@@ -252,37 +252,45 @@ struct Weights {
 
 // ---------------------------------------------------------------------------------------------------------- packing
 
-// Quad `quad` of a section, of one lane.
-template <typename F>
-void put_quad(uint8_t* section, int64_t quad, int64_t lane, const uint8_t* codes) {
-  for (int64_t i = 0; i < 4; i++) {
-    int64_t at = lane * 4 + i;
-    if constexpr (F::BITS == 8) {
-      section[quad * VECTOR + at] = codes[i];
-      continue;
-    }
-    section[quad / 2 * VECTOR + at] |= (codes[i] & 15) << (quad % 2 * 4);
-    if constexpr (F::BITS == 5) section[4 * VECTOR + at] |= (codes[i] >> 4) << quad;
-    if constexpr (F::BITS == 6) section[(4 + quad / 4) * VECTOR + at] |= (codes[i] >> 4) << (quad % 4 * 2);
+// Quads 2 i and 2 i + 1 of a section.
+template <int BITS>
+void put_quads(uint8_t* section, int i, Bytes first, Bytes second) {
+  auto put = [&](int64_t place, Bytes more) {
+    Bytes both = load(section + place * VECTOR) | more;
+    std::memcpy(section + place * VECTOR, &both, VECTOR);
+  };
+  if constexpr (BITS == 8) {
+    std::memcpy(section + 2 * i * VECTOR, &first, VECTOR);
+    std::memcpy(section + (2 * i + 1) * VECTOR, &second, VECTOR);
+  } else {
+    put(i, (first & 15) | second << 4);
+    if constexpr (BITS == 5) put(4, (first >> 4) << 2 * i | (second >> 4) << (2 * i + 1));
+    if constexpr (BITS == 6) put(4 + i / 2, (first >> 4) << (i % 2 * 4) | (second >> 4) << (i % 2 * 4 + 2));
   }
 }
 
+// Columns of `count` lanes of a block, which are zeros before, from the rows' blocks in the file.
 template <typename F>
-void pack_row(const FileType& type, const uint8_t* row, int64_t num_inputs, uint8_t* panel, int64_t lane) {
-  FileBlock block;
-  for (int64_t k = 0; k < num_inputs; k += type.block, row += type.bytes) {
-    type.take_apart(row, block);
-    uint8_t* to = panel + k / F::BLOCK * F::BLOCK_BYTES;
-    int64_t group = F::HAS_WHOLE_SCALES ? 0 : k % F::BLOCK / F::GROUP;  // files have a block for each
-    reinterpret_cast<uint16_t*>(to)[group * LANES + lane] = block.scale;
-    if constexpr (F::HAS_MINIMA) reinterpret_cast<uint16_t*>(to + F::MINIMA)[group * LANES + lane] = block.minimum;
-    for (int64_t g = 0; F::HAS_WHOLE_SCALES && g < F::GROUPS; g++) {
-      to[F::WHOLE_SCALES + g * LANES + lane] = block.whole_scales[g];
-      if constexpr (F::HAS_MINIMA) to[F::WHOLE_MINIMA + g / 2 * 2 * LANES + lane * 2 + g % 2] = block.whole_minima[g];
+void pack_block(const FileType& type, const uint8_t* const (&rows)[LANES], int64_t count, int64_t columns, uint8_t* to) {
+  FileBlock blocks[LANES];
+  for (int64_t k = 0; k < columns; k += type.block) {
+    int64_t group = F::HAS_WHOLE_SCALES ? 0 : k / F::GROUP;  // files have a block for each
+    for (int64_t lane = 0; lane < count; lane++) {
+      FileBlock& block = blocks[lane];
+      type.take_apart(rows[lane] + k / type.block * type.bytes, block);
+      reinterpret_cast<uint16_t*>(to)[group * LANES + lane] = block.scale;
+      if constexpr (F::HAS_MINIMA) reinterpret_cast<uint16_t*>(to + F::MINIMA)[group * LANES + lane] = block.minimum;
+      for (int64_t g = 0; F::HAS_WHOLE_SCALES && g < F::GROUPS; g++) {
+        to[F::WHOLE_SCALES + g * LANES + lane] = block.whole_scales[g];
+        if constexpr (F::HAS_MINIMA) to[F::WHOLE_MINIMA + g / 2 * 2 * LANES + lane * 2 + g % 2] = block.whole_minima[g];
+      }
     }
-    for (int64_t i = 0; i < type.block; i += 4) {
-      int64_t column = k % F::BLOCK + i;
-      put_quad<F>(to + F::CODES + column / SECTION * F::SECTION_BYTES, column % SECTION / 4, lane, block.codes + i);
+    for (int64_t i = 0; i < type.block; i += 8) {
+      Bytes quads[2] = {};
+      for (int64_t lane = 0; lane < count; lane++)
+        for (int quad = 0; quad < 2; quad++) std::memcpy(reinterpret_cast<uint8_t*>(&quads[quad]) + lane * 4, blocks[lane].codes + i + 4 * quad, 4);
+      int64_t column = k + i;
+      put_quads<F::BITS>(to + F::CODES + column / SECTION * F::SECTION_BYTES, column % SECTION / 8, quads[0], quads[1]);
     }
   }
 }
@@ -931,9 +939,14 @@ void pack_quantised(Tensor bytes, int64_t index, Tensor file_rows, std::optional
       for (int64_t panel = begin; panel < end; panel++) {
         uint8_t* to = weights.panels(part) + panel * size;
         std::memset(to, 0, size);
-        for (int64_t lane = 0; lane < LANES && panel * LANES + lane < N; lane++) {
-          int64_t row = panel * LANES + lane;
-          pack_row<F>(type, from + (of ? of[row] : row) * row_bytes, part.num_inputs, to, lane);
+        int64_t count = std::clamp<int64_t>(N - panel * LANES, 0, LANES);
+        for (int64_t block = 0; block < part.blocks(); block++, to += F::BLOCK_BYTES) {
+          const uint8_t* rows[LANES] = {};
+          for (int64_t lane = 0; lane < count; lane++) {
+            int64_t row = panel * LANES + lane;
+            rows[lane] = from + (of ? of[row] : row) * row_bytes + block * F::BLOCK / type.block * type.bytes;
+          }
+          pack_block<F>(type, rows, count, std::min(F::BLOCK, part.num_inputs - block * F::BLOCK), to);
         }
       }
     });
@@ -983,7 +996,8 @@ Tensor quantised_rows(const Tensor& file_rows, const Tensor& ids, int64_t id, in
         for (int64_t k = 0; k < width; k += F::BLOCK) {
           int64_t count = std::min(F::BLOCK, width - k);
           std::fill(block.begin(), block.end(), 0);
-          pack_row<F>(type, row + k / type.block * type.bytes, count, block.data(), 0);
+          const uint8_t* rows[LANES] = {row + k / type.block * type.bytes};
+          pack_block<F>(type, rows, 1, count, block.data());
           widen_block<F>(type, block.data(), wide);
           for (int64_t j = 0; j < count; j++) to[k + j] = wide[j * LANES];
         }
