@@ -73,8 +73,10 @@ class FetchableFile:
     sha256: str
 
     def home(self, name: str) -> Path:
-        """The directory that it is fetched to."""
-        return cache_home() / "models" / name
+        """The directory that it is in: in a checkout's ``models/``, or where it is fetched to."""
+        roots = [root / "models" for root in [checkout()] if root]
+        homes = (root / name for root in roots if (root / name / self.file).is_file())
+        return next(homes, cache_home() / "models" / name)
 
 
 FETCHABLE_FILES = {

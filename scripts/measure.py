@@ -229,12 +229,15 @@ def commit() -> str:
 def pages(known: Mapping[str, Experiment]) -> dict[Path, str]:
     """MEASUREMENTS.md and README.md as the records have them; what was not measured is left out."""
     records = {name: each.record() for name, each in known.items()}
+    page = records[SHOWN_FIRST[0]]
+    assert page is not None, "the first of those that are shown has run"
 
     def measured(name: str) -> str:
-        """Which experiment, when, and whether it still stands."""
+        """Which experiment, when, where it was another machine, and whether it still stands."""
         record, mark = records[name], OLDER if known[name].is_due else ""
         assert record is not None, "the templates leave out what has not run"
-        return f"`make measure ONLY={name}`, {record['date']}, commit {record['commit']}{mark}"
+        elsewhere = "" if record["device"] == page["device"] else f", {record['device']}"
+        return f"`make measure ONLY={name}`, {record['date']}, commit {record['commit']}{elsewhere}{mark}"
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
@@ -243,10 +246,9 @@ def pages(known: Mapping[str, Experiment]) -> dict[Path, str]:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    newest = max(filter(None, records.values()), key=lambda record: record["date"])
     environment.globals |= {
-        "device": newest["device"],
-        "versions": newest["versions"],
+        "device": page["device"],
+        "versions": page["versions"],
         "measured": measured,
         "command": lambda name: (
             known[name].command.replace("{prompts}/", "").replace("{empty}", "/tmp/empty")

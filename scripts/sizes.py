@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import statistics
@@ -44,6 +45,7 @@ from medusa.assets import base_named
 from medusa.base.causal_lm import cache_argument
 from medusa.base.gguf_file import GGUFFile
 from medusa.console import log_console
+from medusa.engine.kernels import PackedMatmul
 from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_bytes
 from medusa.files import replaced_file
@@ -79,6 +81,8 @@ OF_FILES = ("file Q4_K_M", "llama.cpp Q4_K_M", "llama-bench Q4_K_M", "file Q8_0"
 ROUNDS = {"1B": 2, "3B": 1, "8B": 1}
 """Turns of every contender, unless told otherwise; the larger the shape, the longer and steadier is each."""
 SHORT, LONG, NEW_TOKENS = 64, 2000, 24
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Rows of the passes whose products are timed."""
 STD = 0.02
 
 
@@ -286,7 +290,23 @@ def _of_ours(engine: Any, directory: Path, prompts: dict[int, Tensor], began: fl
     times = _times(lambda: (len(step.tokens[0]) for step in model.stream(prompts[SHORT], **predicted)))
     found["predicted_ms_per_token"] = times["ms_per_token"]
     found["first_2000_ms"] = _first_ms(lambda: model.stream(prompts[LONG], **{**plain, "max_new_tokens": 1}))
-    return found
+    return found | {"products_ms": _products_ms(model.runner)}
+
+
+def _products_ms(runner: Any) -> dict[str, float]:
+    """Milliseconds of all matrix products of a pass, by its rows: medians of trials in turns."""
+    products = [each for each in runner.modules() if isinstance(each, PackedMatmul)]
+    inputs = {
+        (rows, each.num_inputs): torch.randn(rows, each.num_inputs) for rows in ROWS for each in products
+    }
+    times: dict[int, list[float]] = {rows: [] for rows in ROWS}
+    for _ in range(9):
+        for rows in ROWS:
+            before = time.perf_counter()
+            for each in products:
+                each(inputs[rows, each.num_inputs])
+            times[rows].append(1000 * (time.perf_counter() - before))
+    return {str(rows): statistics.median(each) for rows, each in times.items()}
 
 
 def _of_llama_bench(program: list[str], path: Path) -> dict[str, Any]:
@@ -370,6 +390,15 @@ def prepare(shape: str, directory: Path, contenders: list[str], tokenizer: Path)
             log.print(f"{shape}, {contender}: compiled in {apart(contender, directory, '--prepare'):.0f} s")
 
 
+def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median of each number of several runs, and of those in a dictionary."""
+    found: dict[str, Any] = {}
+    for key, value in runs[0].items():
+        values = [run[key] for run in runs]
+        found[key] = _median(values) if isinstance(value, dict) else statistics.median(values)
+    return found
+
+
 def main() -> None:
     """Write what is missing, measure all contenders in turns, and print the medians."""
     parser = argparse.ArgumentParser(
@@ -390,7 +419,11 @@ def main() -> None:
         default=[],
         help="GGUF files in place of shapes, or names that medusa fetch knows",
     )
-    parser.add_argument("--llama-bench", help="that program, with flags such as -rtr 1")
+    parser.add_argument(
+        "--llama-bench",
+        default=os.environ.get("LLAMA_BENCH"),
+        help="that program, with flags such as -rtr 1; else what LLAMA_BENCH in the environment says",
+    )
     parser.add_argument("--tokenizer", type=Path, default=Path("models/smollm2-135m-instruct"))
     parser.add_argument("--one", nargs=2, metavar=("CONTENDER", "MODEL"), help="measure here, for a parent")
     options = parser.parse_args()
@@ -428,15 +461,11 @@ def main() -> None:
                 runs[contender].append(apart(contender, directory, *flags))
         files = directory.glob("*.safetensors") if directory.is_dir() else [directory]
         size = sum(each.stat().st_size for each in files)
-        medians = {
-            system: {key: statistics.median(run[key] for run in each) for key in each[0]}
-            for system, each in runs.items()
-        }
+        medians = {system: _median(each) for system, each in runs.items()}
         results[shape] = {"file_bytes": size, "rounds": rounds, "contenders": medians}
         for contender, each in medians.items():
-            log.print(
-                f"{shape} {contender}: " + ", ".join(f"{key} {value:.4g}" for key, value in each.items())
-            )
+            told = (f"{key} {value:.4g}" for key, value in each.items() if key != "products_ms")
+            log.print(f"{shape} {contender}: {', '.join(told)}")
     end_with_json({"shapes": results, "num_threads": torch.get_num_threads()}, None)
 
 
