@@ -29,7 +29,7 @@ REFUSED = [
     (f"evaluate --fidelity --heads {DEFAULT_HEADS} one", "fidelity is an engine's, and sets of heads are"),
     ("evaluate --tree-nodes 7", "tree_nodes and calibrate_on go together"),
     ("evaluate --fidelity --temperature 0.5", "temperature must be 0"),
-    ("fetch smollm3", "must be smollm2-135m-instruct"),
+    ("fetch smollm3", "name must be one of smollm2-135m-instruct, qwen2.5-coder-0.5b"),
     ("serve --host ''", "host must be"),
     ("serve --host http://127.0.0.1", "host must be"),
     ("serve --allowed-host ''", "allowed_host must be"),

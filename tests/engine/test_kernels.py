@@ -101,7 +101,7 @@ def test_where_a_system_has_no_huge_pages_weights_lie_in_small_ones(monkeypatch)
             raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(kernels.mmap, "mmap", Small)
-    monkeypatch.setattr(kernels, "_weights", HugePages())
+    monkeypatch.setattr(kernels, "weight_memory", HugePages())
     made, weight, bias = product((130, 77), torch.float32)
     x = torch.randn(2, 77)
     torch.testing.assert_close(made(x), nn.functional.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
