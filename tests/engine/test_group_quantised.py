@@ -117,7 +117,7 @@ def test_threads_change_no_bit():
 @pytest.mark.skipif(needs_kernels.args[0] or not kernels.has_tiles(), reason="needs tile registers")
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("count", [17, 31, 128, 140])
-def test_tile_registers_give_the_bits_of_vectors(kind, count):
+def test_tiles_give_the_bits_of_vectors(kind, count):
     product, x = GroupQuantisedMatmul([quantised(kind)], None, True), torch.randn(count, NUM_INPUTS)
     in_tiles = product(x)
     kernels.has_tiles(False)

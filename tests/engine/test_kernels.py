@@ -605,8 +605,16 @@ def passed_elsewhere(level, *flags, tests, environment=None):
 
 @needs_kernels
 def test_tile_registers_give_what_vectors_give_where_they_are_only_arrays():
-    tests = "tests/engine/test_kernels.py", "-k", "tiles or twelve_bits"
+    files = "tests/engine/test_kernels.py", "tests/engine/test_group_quantised.py"
+    tests = *files, "-k", "tiles or twelve_bits"
     assert "skipped" not in passed_elsewhere("tiles in software", "-O1", tests=tests)
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_quantised_weights_hold_on_every_processor(level):
+    passed_elsewhere(level, "-O2", tests=("tests/engine/test_group_quantised.py",))
 
 
 @needs_kernels
@@ -621,7 +629,10 @@ def test_no_kernel_reads_or_writes_beside_its_memory(level):
     if not all(map(os.path.isabs, preloaded)):
         pytest.skip(f"{compiler} has no address sanitizer")
     sanitizers = "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
-    rooms = "engine/test_kernels", "engine/test_kernel_bounds", "drafters/test_kernel_drafts"
+    rooms = (
+        *("engine/test_kernels", "engine/test_kernel_bounds", "engine/test_group_quantised"),
+        "drafters/test_kernel_drafts",
+    )
     tests = *(f"tests/{name}.py" for name in (*rooms, "drafters/test_references")), "-m", "not slow"
     environment = {"LD_PRELOAD": " ".join(preloaded), "ASAN_OPTIONS": "detect_leaks=0"}
     passed_elsewhere(level, *sanitizers, tests=tests, environment=environment)
