@@ -1,0 +1,62 @@
+"""Heads that are trained on a base in a GGUF file, with the states that decoding computes."""
+
+import pytest
+import torch
+from conftest import needs_kernels
+from gguf import GGMLQuantizationType as Type
+from quantised_files import write_model
+from tiny_training import configuration_of, counting_rows, write_rows
+
+from medusa.base.causal_lm import lm_head
+from medusa.base.loading import load_base
+from medusa.engine.group_quantised import GroupQuantisedMatmul
+from medusa.engine.loading import load_for_engine
+from medusa.heads.checkpoint import load_heads
+from medusa.model import MedusaModel
+from medusa.training.config import BaseOptions
+from medusa.training.run import job
+from medusa.training.states.base import load_live, load_without_layers
+
+pytestmark = needs_kernels
+
+
+@pytest.fixture
+def file(tmp_path):
+    return write_model(tmp_path / "tiny.gguf", "qwen2", Type.Q4_K, Type.Q6_K)
+
+
+@pytest.mark.parametrize("is_stored", [False, True], ids=["live", "stored"])
+@pytest.mark.parametrize("unembedding", ["shared", "token_map"])
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_heads_learn_on_a_quantised_file_and_know_it(file, tmp_path, is_stored, unembedding):
+    rows = write_rows(tmp_path / "rows.jsonl", counting_rows(20))
+    options = {"data": rows, "num_heads": 2, "max_steps": 3, "tokens_per_batch": 1024, "reads_path": True}
+    options |= {"output_dir": tmp_path / "run", "cache_hidden_states": is_stored, "unembedding": unembedding}
+    options |= {"token_map_size": 40} if unembedding == "token_map" else {}
+    job.train(configuration_of(base=file, **options))
+    checkpoint = load_heads(tmp_path / "run" / "heads")
+    assert checkpoint.provenance["metrics"]["held_out/loss"] > 0
+    model = MedusaModel.from_pretrained(file, tmp_path / "run" / "heads", engine="auto")
+    assert model.generate(torch.arange(9)[None], max_new_tokens=4).shape == (1, 13)
+
+
+def test_the_base_of_a_run_is_held_in_the_bits_of_its_file_and_computes_as_decoding_does(file):
+    device = torch.device("cpu")
+    live = load_live(BaseOptions(str(file)), device)
+    assert any(isinstance(module, GroupQuantisedMatmul) for module in live.base.modules())
+    ids = torch.arange(12)[None]
+    assert torch.equal(live.base(ids).logits, load_for_engine(file, "auto")(ids).logits)
+    ends = load_without_layers(BaseOptions(str(file)), device)
+    hidden = torch.randn(2, 256)
+    assert torch.equal(lm_head(ends)(hidden), lm_head(live.base)(hidden))
+    narrow = load_live(BaseOptions(str(file), base_dtype="bfloat16"), device)
+    assert narrow.base.dtype == torch.bfloat16
+
+
+def test_the_loss_through_a_quantised_lm_head_has_the_gradient_of_its_numbers(file):
+    head, widened = lm_head(load_for_engine(file, "auto")), load_base(file).lm_head
+    x = torch.randn(3, 256, requires_grad=True)
+    direction = torch.randn(3, head.width)
+    (ours,) = torch.autograd.grad((head(x) * direction).sum(), x)
+    (theirs,) = torch.autograd.grad((widened(x) * direction).sum(), x)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
