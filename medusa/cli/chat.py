@@ -14,10 +14,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from medusa.base.causal_lm import context_length, end_ids
+from medusa.base.causal_lm import context_length, end_ids, longrope_threshold
 from medusa.cli.loading import load_for_replies
 from medusa.cli.option_types import ChatOptions, GenerateOptions
 from medusa.cli.options import command, to_argv
@@ -30,6 +31,7 @@ from medusa.cli.terminal import (
 )
 from medusa.console import counted, log_console, output_console
 from medusa.conversations import Message
+from medusa.decoding.batch import StepResult
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
 from medusa.measurement.report import end_with_json
@@ -130,16 +132,7 @@ class ChatSession:
         encoded, room = self._encoded(asked)
         limit = min(room, self.options.answers.max_new_tokens)
         statistics, began = DecodingStatistics(), time.perf_counter()
-        steps = self.model.stream(
-            **encoded,
-            **self.options.sampling,
-            max_new_tokens=limit,
-            eos_token_id=sorted(end_ids(self.model.base, self.model.tokenizer)) or None,
-            seed=self.options.answers.seed + len(self.answers),
-            tree=CandidateTree.chain(0) if self.options.replies.plain else None,
-            drafter=self.drafter,
-            statistics=statistics,
-        )
+        steps = self._steps(encoded, limit, statistics)
         answer = AnswerText(self.model.tokenizer, self.options.replies.stop)
         tokens: list[int] = []
         pieces: list[str] = []
@@ -162,6 +155,36 @@ class ChatSession:
             if text or ended_by != "interrupt":
                 self.answers.append(Reply(text, ended_by, seconds, statistics))
                 self.messages = [*asked, {"role": "assistant", "content": text}]
+
+    def _steps(
+        self, encoded: dict[str, Any], limit: int, statistics: DecodingStatistics
+    ) -> Generator[StepResult, None, None]:
+        """The steps of an answer. A base that changes its rotary frequencies at some length (LongRoPE) reads
+        the text anew there: keys of the other side would be wrong."""
+        ends, switch = end_ids(self.model.base, self.model.tokenizer), longrope_threshold(self.model.base)
+        tokens: list[int] = []
+        while len(tokens) < limit:
+            written = torch.tensor([tokens], dtype=torch.long, device=encoded["input_ids"].device)
+            ids = torch.cat([encoded["input_ids"], written], dim=1)
+            num_left, length = limit - len(tokens), ids.shape[1]
+            room = num_left if switch is None or length > switch else min(num_left, switch - length + 1)
+            reached = len(tokens) + room
+            steps = self.model.stream(
+                **{**encoded, "input_ids": ids, "attention_mask": torch.ones_like(ids)},
+                **self.options.sampling,
+                max_new_tokens=room,
+                eos_token_id=sorted(ends) or None,
+                seed=self.options.answers.seed + len(self.answers),
+                tree=CandidateTree.chain(0) if self.options.replies.plain else None,
+                drafter=self.drafter,
+                statistics=statistics,
+            )
+            with closing(steps):
+                for step in steps:
+                    tokens += step.tokens[0]
+                    yield step
+            if len(tokens) < reached or tokens[-1] in ends:
+                return
 
     def _encoded(self, messages: list[Message]) -> tuple[dict[str, Any], int]:
         """The conversation as tensors, and how many tokens its answer may have."""

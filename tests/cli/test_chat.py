@@ -10,11 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import FACTORS, GROUPED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from tiny_chat import chat_model, chat_tokenizer, save_chat_model, wide_tree
+from tiny_chat import VOCAB_SIZE, chat_model, chat_tokenizer, save_chat_model, wide_tree
+from transformers import Phi3Config, Phi3ForCausalLM
 
+from medusa import CandidateTree, MedusaModel
 from medusa.cli.chat import ChatSession, ChatTerminal, ContextFullError, _cost_line
 from medusa.cli.main import main
 from medusa.cli.option_types import ChatOptions, ReplyOptions
@@ -413,3 +416,34 @@ def test_generate_ends_before_a_stop_text(tmp_path, capsys):
     whole = capsys.readouterr().out.rstrip("\n")
     assert main([*words, "--stop", whole[3:5]]) == 0
     assert capsys.readouterr().out == whole[: whole.index(whole[3:5])] + "\n"
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"])
+def test_at_the_length_where_longrope_changes_its_frequencies_the_text_is_read_anew(sampling):
+    torch.manual_seed(2)
+    config = Phi3Config(
+        **{key: value for key, value in GROUPED.items() if key != "head_dim"} | {"vocab_size": VOCAB_SIZE},
+        original_max_position_embeddings=30,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **FACTORS},
+    )
+    base = Phi3ForCausalLM(config).eval()
+    base.generation_config.eos_token_id = END
+    session = ChatSession(MedusaModel(base, tokenizer=TOKENIZER), None, asking(max_new_tokens=50, **sampling))
+    for _ in session.reply("why?"):
+        pass
+    asked = TOKENIZER.apply_chat_template(
+        [{"role": "user", "content": "why?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )["input_ids"]
+    assert asked.shape[1] < 30 < asked.shape[1] + 50
+    how = {"do_sample": bool(sampling), **sampling, "tree": CandidateTree.chain(0)}
+    text = session.model.generate(asked, max_new_tokens=31 - asked.shape[1], **how)
+    if END not in text[0, asked.shape[1] :]:
+        text = session.model.generate(text, max_new_tokens=asked.shape[1] + 50 - text.shape[1], **how)
+    expected = TOKENIZER.decode(text[0, asked.shape[1] :], skip_special_tokens=True)
+    assert session.answers[-1].text == expected
+    for _ in session.reply("and then?"):
+        pass
+    assert len(session.messages) == 4, "the conversation goes on past it"
