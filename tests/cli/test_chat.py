@@ -441,7 +441,8 @@ def test_at_the_length_where_longrope_changes_its_frequencies_the_text_is_read_a
     how = {"do_sample": bool(sampling), **sampling, "tree": CandidateTree.chain(0)}
     text = session.model.generate(asked, max_new_tokens=31 - asked.shape[1], **how)
     if END not in text[0, asked.shape[1] :]:
-        text = session.model.generate(text, max_new_tokens=asked.shape[1] + 50 - text.shape[1], **how)
+        num_left, mask = asked.shape[1] + 50 - text.shape[1], torch.ones_like(text)
+        text = session.model.generate(text, attention_mask=mask, max_new_tokens=num_left, **how)
     expected = TOKENIZER.decode(text[0, asked.shape[1] :], skip_special_tokens=True)
     assert session.answers[-1].text == expected
     for _ in session.reply("and then?"):
