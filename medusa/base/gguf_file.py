@@ -25,6 +25,8 @@ _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 VERSIONS = (2, 3)
+FLOAT_TYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+"""Types of tensors that are numbers as torch has them."""
 MOST_DIMENSIONS = 4
 MOST_ENTRIES = 2**20
 """Most metadata entries, and most tensors, of a file: far more than any model has."""
@@ -114,6 +116,11 @@ class GGUFFile:
         entry = self.tensors[name]
         view = _mapped(entry.file)[entry.offset : entry.offset + entry.num_bytes]
         return view.view(-1, entry.row_bytes)
+
+    def plain(self, name: str) -> Tensor:
+        """A tensor of one of :data:`FLOAT_TYPES` in its own type and shape: a view of the mapped file."""
+        entry = self.tensors[name]
+        return self.rows(name).flatten().view(FLOAT_TYPES[entry.type]).view(entry.shape)
 
     def floats(self, name: str) -> Tensor:
         """The numbers of a tensor, float32 in its shape, exactly as the file means them.

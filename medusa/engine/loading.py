@@ -37,9 +37,10 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.attention import is_code_of_transformers
 from medusa.base.causal_lm import CausalLM, HasQuantisedRows, embedding_rows, lm_head
-from medusa.base.gguf_file import GGUFFile
+from medusa.base.gguf_file import FLOAT_TYPES, GGUFFile, TensorEntry, type_name
 from medusa.base.gguf_model import NamedWeight, check_filled, empty_model, fill, placed_weights
 from medusa.base.loading import BaseSource, explained_damage, find_base, load_base
+from medusa.console import counted, log_console, megabytes
 from medusa.engine.group_quantised import (
     PACKED_TYPES,
     GroupQuantisedLinear,
@@ -154,16 +155,29 @@ def load_quantised(source: BaseSource, file: GGUFFile, engine: Engine) -> Causal
     weights = placed_weights(file, base)
     quantised = _quantised_modules(file, base, weights)
     held = {weights[name].source for name in quantised if name in weights}
-    others = (math.prod(each.shape) for name, each in file.tensors.items() if name not in held)
-    _check_fits(source.name, engine, sum(file.tensors[name].num_bytes for name in held) + 4 * sum(others))
+    plain = _plain_weights(file, base, weights)
+    held |= {weights[name].source for name in plain}
+    others = {name: each for name, each in file.tensors.items() if name not in held}
+    num_widened = sum(math.prod(each.shape) for each in others.values())
+    _check_fits(source.name, engine, sum(file.tensors[name].num_bytes for name in held) + 4 * num_widened)
+    _say_what_is_widened(others)
     check_decodable(base)
-    fill(base, file, {name: each for name, each in weights.items() if name not in quantised}, torch.float32)
+    for name, values in plain.items():
+        owner, _, last = name.rpartition(".")
+        setattr(base.get_submodule(owner), last, nn.Parameter(values, requires_grad=False))
+    rest = {name: each for name, each in weights.items() if name not in quantised and name not in plain}
+    fill(base, file, rest, torch.float32)
+    if source.config.get_text_config(decoder=True).tie_word_embeddings:
+        base.tie_weights()
     release = _released()
     head = lm_head(base)
+    rows = None if any(module is head for module, _ in quantised.values()) else embedding_rows(head)
     for parent in list(base.modules()):
         _hold_quantised(parent, {id(each): rows for each, rows in quantised.values()}, head, engine, release)
     check_filled(base, file)
     base = with_kernels(base, int8=False, release=release)
+    if rows is not None:
+        lm_head(base).register_buffer("rows", rows, persistent=False)
     if next(base.parameters(), None) is None:
         weight = cast(Tensor, lm_head(base).weight)  # transformers asks one for type and device
         del lm_head(base).weight
@@ -195,7 +209,9 @@ def _quantised_modules(
                 f"file's metadata say, got {entry.shape}"
             )
         order = weight.row_order(entry.shape[0])
-        is_same = order is None or torch.equal(order, torch.arange(len(order)))
+        if order is None:
+            continue
+        is_same = torch.equal(order, torch.arange(len(order)))
         if not is_same and (isinstance(module, nn.Embedding) or module is lm_head(base)):
             continue
         rows = QuantisedRows(file.rows(entry.name), entry.type, entry.shape[1], None if is_same else order)
@@ -203,6 +219,37 @@ def _quantised_modules(
         if module is base.get_input_embeddings() and lm_head(base).weight is module.weight:
             found["tied"] = (lm_head(base), rows)
     return found
+
+
+def _plain_weights(file: GGUFFile, base: CausalLM, weights: Mapping[str, NamedWeight]) -> dict[str, Tensor]:
+    """The matrices of ``base`` that are floats in the file, in their own type, by name."""
+    modules = dict(base.named_modules())
+    found = {}
+    for name, weight in weights.items():
+        entry, module = file.tensors[weight.source], modules[name.rpartition(".")[0]]
+        is_matrix = isinstance(module, (nn.Linear, nn.Embedding)) and len(entry.shape) == 2
+        if not is_matrix or not name.endswith(".weight") or entry.type not in FLOAT_TYPES:
+            continue
+        order = weight.row_order(entry.shape[0])
+        if order is not None and entry.shape == module.weight.shape:
+            values = file.plain(entry.name)
+            is_same = torch.equal(order, torch.arange(len(order)))
+            found[name] = values if is_same else values[order]
+    return found
+
+
+def _say_what_is_widened(others: Mapping[str, TensorEntry]) -> None:
+    """Tell of matrices that cannot be held in their own bits, and what they take."""
+    large = [each for each in others.values() if len(each.shape) > 1]
+    if large:
+        kinds = ", ".join(sorted({type_name(each.type) for each in large}))
+        log_console().print(
+            f"{counted(len(large), 'tensor')} of type {kinds}, widened to float32: "
+            f"{megabytes(sum(4 * math.prod(each.shape) for each in large))} in place of "
+            f"{megabytes(sum(each.num_bytes for each in large))}",
+            style="dim",
+            soft_wrap=True,
+        )
 
 
 def _hold_quantised(
@@ -227,6 +274,8 @@ def _hold_quantised(
     for name, child in list(parent.named_children()):
         rows = quantised.get(id(child))
         if rows is None:
+            if isinstance(child, nn.Embedding) and _is_narrow(child.weight):
+                setattr(parent, name, NarrowEmbedding(child))
             continue
         new = made.get(child)
         if new is None and isinstance(child, nn.Embedding):

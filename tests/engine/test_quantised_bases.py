@@ -126,6 +126,33 @@ def test_what_is_held_is_what_the_file_has(files):
     assert not any(parameter.numel() > 300 for parameter in base.parameters() if not parameter.isnan().all())
 
 
+@pytest.mark.parametrize("kind", [Type.BF16, Type.F16, Type.F32])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_matrices_that_are_no_quants_are_packed_without_being_widened(kind, is_tied, tmp_path, capsys):
+    path = write_model(tmp_path / "plain.gguf", "llama", kind, kind, is_tied=is_tied)
+    widened, base = load_base(path), load_for_engine(path, "auto")
+    name = {Type.BF16: "bfloat16", Type.F16: "float16", Type.F32: "float32"}[kind]
+    assert {each.removesuffix(" in 12 bits") for each in packed_bytes(base)} == {name}
+    ids = prompts()["input_ids"]
+    torch.testing.assert_close(base(ids).logits, widened(ids).logits, atol=1e-4, rtol=1e-4)
+    assert torch.equal(rows_at(lm_head(base), ids).float(), widened.lm_head.weight[ids])
+    assert BaseFingerprint.of(widened).difference(base) is None
+    assert "widened" not in capsys.readouterr().err
+
+
+def test_what_must_be_widened_is_told(tmp_path, capsys):
+    matrices = write_model(tmp_path / "tiny.gguf", "llama", Type.Q8_0, Type.Q6_K)
+    raw = matrices.read_bytes()
+    other = tmp_path / "other.gguf"  # the bytes of Q6_K read as those of IQ3_S and two more: same block
+    name = b"blk.1.attn_v.weight"
+    at = raw.index(name) + len(name) + 4 + 16
+    assert raw[at : at + 4] == int(Type.Q6_K).to_bytes(4, "little")
+    other.write_bytes(raw[:at] + int(Type.IQ3_S).to_bytes(4, "little") + raw[at + 4 :])
+    base = load_for_engine(other, "auto")
+    assert "1 tensor of type IQ3_S, widened to float32: " in capsys.readouterr().err
+    assert {"Q6_K", "Q8_0"} < set(packed_bytes(base))
+
+
 def test_rows_of_the_lm_head_are_those_of_the_file(files):
     for path in (files("llama", "Q4_K_M", is_tied=False), files("qwen2", "Q5_0")):
         widened, base = load_base(path), load_for_engine(path, "auto")
