@@ -61,8 +61,26 @@ def gguf_config(file: GGUFFile) -> PreTrainedConfig:
     """The configuration of the model in ``file``.
 
     Raises:
-        ValueError: ``transformers`` knows no such architecture; the message lists those that it knows.
+        ValueError: ``transformers`` knows no such architecture, and the message lists those that it knows; or
+            the metadata make no model.
     """
+    config = _read_config(file)
+    text = config.get_text_config(decoder=True)
+    # a model is built to find out what its tensors are, which takes memory for each layer
+    sizes = {
+        name: getattr(text, name, 1) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    }
+    most = {"num_hidden_layers": len(file.tensors)}
+    for name, size in sizes.items():
+        if not isinstance(size, int) or not 1 <= size <= most.get(name, 2**24):
+            raise ValueError(
+                f"GGUF file {file.path} is damaged: its metadata give {name}={size!r}, which cannot be of a "
+                f"model of {len(file.tensors)} tensors; copy or download it again"
+            )
+    return config
+
+
+def _read_config(file: GGUFFile) -> PreTrainedConfig:
     if file.architecture in GGUF_CONFIG_ARCHS:
         found = get_gguf_config(dict(file.metadata), tuple(file.tensors))
         config = AutoConfig.for_model(**found)
@@ -76,8 +94,14 @@ def gguf_config(file: GGUFFile) -> PreTrainedConfig:
                 "Convert the model's own repository, or choose another file"
             )
         with tempfile.TemporaryDirectory(prefix="medusa-gguf-") as directory:
-            _write_metadata(file, Path(directory) / "metadata.gguf")
-            config = AutoConfig.from_pretrained(directory, gguf_file="metadata.gguf")
+            try:
+                _write_metadata(file, Path(directory) / "metadata.gguf")
+                config = AutoConfig.from_pretrained(directory, gguf_file="metadata.gguf")
+            except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+                raise ValueError(
+                    f"GGUF file {file.path} is damaged: its metadata give no configuration "
+                    f"({type(error).__name__}: {error}); copy or download it again"
+                ) from error
     return config
 
 
@@ -263,8 +287,14 @@ def _by_conversions(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
 
 def empty_model(file: GGUFFile, config: PreTrainedConfig) -> Any:
     """The model of ``file`` in float32, its buffers computed and its parameters without memory."""
-    with init_empty_weights(include_buffers=False):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
+        raise ValueError(
+            f"GGUF file {file.path} is damaged: its metadata make no model of type {config.model_type!r} "
+            f"({type(error).__name__}: {error}); copy or download it again"
+        ) from error
     model.tie_weights()
     model.generation_config.eos_token_id = end_tokens(file) or model.generation_config.eos_token_id
     if ROPE_FACTORS in file.tensors:

@@ -179,6 +179,32 @@ def test_a_damaged_file_is_named_with_its_fault(model, tmp_path, change, words):
     assert "damaged.gguf" in str(caught.value)
 
 
+def changed(raw, key, number):
+    """A file whose whole number (4 bytes) at metadata ``key`` is another."""
+    at = raw.index(key.encode()) + len(key) + 4
+    return raw[:at] + struct.pack("<I", number) + raw[at + 4 :]
+
+
+@pytest.mark.parametrize(
+    "key, number",
+    [
+        ("llama.block_count", 2**31),
+        ("llama.block_count", 0),
+        ("llama.attention.head_count", 0),
+        ("llama.attention.head_count", 3),
+        ("llama.embedding_length", 2**31),
+        ("llama.embedding_length", 0),
+        ("llama.feed_forward_length", 0),
+        ("llama.vocab_size", 5),
+    ],
+)
+def test_sizes_in_the_metadata_that_cannot_be_are_an_error_that_names_the_file(model, tmp_path, key, number):
+    path = tmp_path / "lying.gguf"
+    path.write_bytes(changed(model.read_bytes(), key, number))
+    with pytest.raises(ValueError, match=r"lying.gguf"):
+        load_base(path)
+
+
 def test_a_matrix_of_another_shape_than_the_metadata_say_is_refused(tmp_path):
     path = write_model(tmp_path / "tiny.gguf", feed_forward_length=768)
     with pytest.raises(ValueError, match=r"'blk.0.ffn_gate.weight' must have shape \(768, 256\)"):
