@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
@@ -97,7 +98,7 @@ def _read_config(file: GGUFFile) -> PreTrainedConfig:
             try:
                 _write_metadata(file, Path(directory) / "metadata.gguf")
                 config = AutoConfig.from_pretrained(directory, gguf_file="metadata.gguf")
-            except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+            except (*_NO_MODEL, KeyError, AttributeError) as error:
                 raise ValueError(
                     f"GGUF file {file.path} is damaged: its metadata give no configuration "
                     f"({type(error).__name__}: {error}); copy or download it again"
@@ -105,6 +106,8 @@ def _read_config(file: GGUFFile) -> PreTrainedConfig:
     return config
 
 
+_NO_MODEL = (ValueError, TypeError, ArithmeticError, StrictDataclassError)
+"""What ``transformers`` raises where settings make no model."""
 _NO_MODELS = {"general", "tokenizer", "t5", "umt5"}
 
 
@@ -290,7 +293,7 @@ def empty_model(file: GGUFFile, config: PreTrainedConfig) -> Any:
     try:
         with init_empty_weights(include_buffers=False):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
+    except (*_NO_MODEL, RuntimeError, AssertionError) as error:
         raise ValueError(
             f"GGUF file {file.path} is damaged: its metadata make no model of type {config.model_type!r} "
             f"({type(error).__name__}: {error}); copy or download it again"
