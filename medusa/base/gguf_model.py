@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
@@ -51,6 +52,8 @@ END_TOKENS = frozenset(
     }
 )
 """Control tokens that end an answer in every vocabulary that has them: a file names one of them only."""
+MOST_INPUTS = 2**20
+"""Inputs of a layer: far more than any model has."""
 PLAIN_SPLITS = frozenset({None, "default", "gpt-2"})
 """Names of the split of GPT-2."""
 DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell"})
@@ -61,8 +64,29 @@ def gguf_config(file: GGUFFile) -> PreTrainedConfig:
     """The configuration of the model in ``file``.
 
     Raises:
-        ValueError: ``transformers`` knows no such architecture; the message lists those that it knows.
+        ValueError: ``transformers`` knows no such architecture; the message lists those that it knows. Or
+            the metadata say what no model is.
     """
+    _check_sizes(file)
+    try:
+        return _config_of(file)
+    except (ArithmeticError, StrictDataclassError) as error:
+        raise ValueError(f"{file.path} has metadata that describe no model: {error}") from error
+
+
+def _check_sizes(file: GGUFFile) -> None:
+    """Refuse sizes that no file of so many tensors has: lists of so many layers would fill the memory."""
+    of_layers, of_width = (f"{file.architecture}.{name}" for name in ("block_count", "embedding_length"))
+    for key, most in ((of_layers, len(file.tensors)), (of_width, MOST_INPUTS)):
+        size = file.metadata.get(key)
+        if isinstance(size, int) and not 0 < size <= most:
+            raise ValueError(
+                f"GGUF file {file.path} is damaged: {key} is {size}, and must be from 1 to {most}; copy or "
+                "download it again"
+            )
+
+
+def _config_of(file: GGUFFile) -> PreTrainedConfig:
     if file.architecture in GGUF_CONFIG_ARCHS:
         found = get_gguf_config(dict(file.metadata), tuple(file.tensors))
         config = AutoConfig.for_model(**found)
@@ -267,8 +291,11 @@ def _by_conversions(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
 
 def empty_model(file: GGUFFile, config: PreTrainedConfig) -> Any:
     """The model of ``file`` in float32, its buffers computed and its parameters without memory."""
-    with init_empty_weights(include_buffers=False):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ArithmeticError, AssertionError) as error:
+        raise ValueError(f"{file.path} has metadata that describe no model: {error}") from error
     model.tie_weights()
     model.generation_config.eos_token_id = end_tokens(file) or model.generation_config.eos_token_id
     if ROPE_FACTORS in file.tensors:
