@@ -48,8 +48,11 @@ _IS_TRAINED = ("train", "loss", "weight")
 """Keys of a message that say whether it is trained on: axolotl's, ms-swift's, and OpenAI's, a number."""
 _OF_THE_ANSWER = ("reasoning_content", "thinking", *_IS_TRAINED)
 """Keys of a row with one answer that belong to it."""
-_OF_A_SPEAKER = ("role", "from", "author", "speaker", "parent_id")
-"""Keys of a row that make its text one message of a conversation."""
+_OF_A_SPEAKER = (
+    *("role", "from", "author", "speaker", "parent_id", "sender", "speaker_id", "message_role", "user_role"),
+    *("parent_message_id", "message_tree_id", "reply_to"),
+)
+"""Keys of a row, in any case, that make its text one message of a conversation."""
 _SYSTEM = ("system", "system_prompt")
 """Keys of a row for its system message."""
 _FOR_THE_TEMPLATE = ("tools", "chat_template_kwargs")
@@ -325,7 +328,7 @@ def refuse_beside_messages(row: Mapping[str, Any], origin: str) -> None:
 def refuse_beside_text(row: Mapping[str, Any], origin: str) -> None:
     """Raise ValueError where ``row`` says something of a conversation beside a text, which is none."""
     refuse_beside_messages(row, origin)
-    if told := next((key for key in _OF_A_SPEAKER if row.get(key) is not None), None):
+    if told := next((key for key in row if str(key).lower() in _OF_A_SPEAKER and row[key] is not None), None):
         raise ValueError(
             f"{origin}: text must be the model's own words, and {told} says that somebody speaks, got "
             f"{row[told]!r:.40}; give the conversation as messages, a tree of messages with message_id, "

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 SUFFIX = ".gguf"
+MAGIC = b"GGUF"
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -155,6 +156,14 @@ def is_gguf(path: str | Path) -> bool:
     return str(path).lower().endswith(SUFFIX)
 
 
+def begins_as_gguf(path: Path) -> bool:
+    """Whether ``path`` is a file that begins as GGUF files do: Ollama names its own by their digest."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
 def _parts(path: Path) -> list[Path]:
     """The files of the model that ``path`` belongs to, in order."""
     match = _SPLIT.fullmatch(path.name)
@@ -194,7 +203,7 @@ class _Header:
         return self._found
 
     def read(self) -> tuple[dict[str, Any], list[TensorEntry]]:
-        if bytes(self._bytes[:4]) != b"GGUF":
+        if bytes(self._bytes[: len(MAGIC)]) != MAGIC:
             raise ValueError(f"{self._path} must be a GGUF file, and does not begin as one")
         self._at = 4
         version, num_tensors, num_entries = self._numbers("IQQ")

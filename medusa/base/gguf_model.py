@@ -52,6 +52,8 @@ END_TOKENS = frozenset(
     }
 )
 """Control tokens that end an answer in every vocabulary that has them: a file names one of them only."""
+MOST_INPUTS = 2**20
+"""Inputs of a layer: far more than any model has."""
 PLAIN_SPLITS = frozenset({None, "default", "gpt-2"})
 """Names of the split of GPT-2."""
 DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell"})
@@ -63,25 +65,25 @@ def gguf_config(file: GGUFFile) -> PreTrainedConfig:
 
     Raises:
         ValueError: ``transformers`` knows no such architecture, and the message lists those that it knows; or
-            the metadata make no model.
+            the metadata describe no model.
     """
-    config = _read_config(file)
-    text = config.get_text_config(decoder=True)
-    # a model is built to find out what its tensors are, which takes memory for each layer
-    sizes = {
-        name: getattr(text, name, 1) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
-    }
-    most = {"num_hidden_layers": len(file.tensors)}
-    for name, size in sizes.items():
-        if not isinstance(size, int) or not 1 <= size <= most.get(name, 2**24):
+    _check_sizes(file)
+    return _config_of(file)
+
+
+def _check_sizes(file: GGUFFile) -> None:
+    """Refuse sizes that no file of so many tensors has: lists of so many layers would fill the memory."""
+    of_layers, of_width = (f"{file.architecture}.{name}" for name in ("block_count", "embedding_length"))
+    for key, most in ((of_layers, len(file.tensors)), (of_width, MOST_INPUTS)):
+        size = file.metadata.get(key)
+        if isinstance(size, int) and not 0 < size <= most:
             raise ValueError(
-                f"GGUF file {file.path} is damaged: its metadata give {name}={size!r}, which cannot be of a "
-                f"model of {len(file.tensors)} tensors; copy or download it again"
+                f"GGUF file {file.path} is damaged: {key} is {size}, and must be from 1 to {most}; copy or "
+                "download it again"
             )
-    return config
 
 
-def _read_config(file: GGUFFile) -> PreTrainedConfig:
+def _config_of(file: GGUFFile) -> PreTrainedConfig:
     if file.architecture in GGUF_CONFIG_ARCHS:
         found = get_gguf_config(dict(file.metadata), tuple(file.tensors))
         config = AutoConfig.for_model(**found)
@@ -99,10 +101,7 @@ def _read_config(file: GGUFFile) -> PreTrainedConfig:
                 _write_metadata(file, Path(directory) / "metadata.gguf")
                 config = AutoConfig.from_pretrained(directory, gguf_file="metadata.gguf")
             except (*_NO_MODEL, KeyError, AttributeError) as error:
-                raise ValueError(
-                    f"GGUF file {file.path} is damaged: its metadata give no configuration "
-                    f"({type(error).__name__}: {error}); copy or download it again"
-                ) from error
+                raise ValueError(f"{file.path} has metadata that describe no model: {error}") from error
     return config
 
 
@@ -294,10 +293,7 @@ def empty_model(file: GGUFFile, config: PreTrainedConfig) -> Any:
         with init_empty_weights(include_buffers=False):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (*_NO_MODEL, RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"GGUF file {file.path} is damaged: its metadata make no model of type {config.model_type!r} "
-            f"({type(error).__name__}: {error}); copy or download it again"
-        ) from error
+        raise ValueError(f"{file.path} has metadata that describe no model: {error}") from error
     model.tie_weights()
     model.generation_config.eos_token_id = end_tokens(file) or model.generation_config.eos_token_id
     if ROPE_FACTORS in file.tensors:

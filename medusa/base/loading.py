@@ -28,7 +28,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from medusa.assets import base_named
 from medusa.base.causal_lm import CausalLM
-from medusa.base.gguf_file import GGUFFile, is_gguf
+from medusa.base.gguf_file import GGUFFile, begins_as_gguf, is_gguf
 from medusa.base.gguf_model import gguf_config, gguf_tokenizer, load_widened
 from medusa.hub import (
     HUB_ARGUMENTS,
@@ -161,6 +161,8 @@ def gguf_path(source: str | Path, kwargs: Mapping[str, Any]) -> Path | None:
     if is_gguf(path):
         if not path.is_file():
             raise FileNotFoundError(f"no GGUF file at {str(path)!r}")
+        return path
+    if begins_as_gguf(path):
         return path
     if path.is_dir():
         if (path / CONFIG_NAME).exists() or (path / ADAPTER_CONFIG_NAME).exists():

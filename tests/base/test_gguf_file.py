@@ -109,6 +109,11 @@ def test_a_directory_with_one_file_is_a_base_and_one_with_several_is_not(model, 
         find_base(tmp_path / "c.gguf")
 
 
+def test_a_file_is_known_by_its_beginning_where_its_name_does_not_tell(model, tmp_path):
+    (tmp_path / "sha256-5ee4f07c").write_bytes(model.read_bytes())
+    assert find_base(tmp_path / "sha256-5ee4f07c").gguf.path == tmp_path / "sha256-5ee4f07c"
+
+
 def test_rows_that_transformers_moves_are_found_by_number(model):
     from medusa.base.gguf_model import empty_model
 
@@ -179,29 +184,29 @@ def test_a_damaged_file_is_named_with_its_fault(model, tmp_path, change, words):
     assert "damaged.gguf" in str(caught.value)
 
 
-def changed(raw, key, number):
-    """A file whose whole number (4 bytes) at metadata ``key`` is another."""
-    at = raw.index(key.encode()) + len(key) + 4
-    return raw[:at] + struct.pack("<I", number) + raw[at + 4 :]
+@pytest.mark.parametrize("key", ["block_count", "embedding_length"])
+def test_sizes_that_would_fill_the_memory_are_refused(model, tmp_path, key):
+    raw, name = model.read_bytes(), f"llama.{key}".encode()
+    at = raw.index(name) + len(name) + 4  # behind the number of its type
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(raw[:at] + struct.pack("<I", 2**31) + raw[at + 4 :])
+    with pytest.raises(ValueError, match=rf"damaged.gguf is damaged: llama.{key} is 2147483648"):
+        find_base(path)
 
 
 @pytest.mark.parametrize(
-    "key, number",
+    "key, value",
     [
-        ("llama.block_count", 2**31),
-        ("llama.block_count", 0),
-        ("llama.attention.head_count", 0),
-        ("llama.attention.head_count", 3),
-        ("llama.embedding_length", 2**31),
-        ("llama.embedding_length", 0),
-        ("llama.feed_forward_length", 0),
-        ("llama.vocab_size", 5),
+        *[("attention.head_count", 0), ("attention.head_count", 3), ("attention.head_count_kv", 0)],
+        *[("vocab_size", 5), ("feed_forward_length", 0)],
     ],
 )
-def test_sizes_in_the_metadata_that_cannot_be_are_an_error_that_names_the_file(model, tmp_path, key, number):
-    path = tmp_path / "lying.gguf"
-    path.write_bytes(changed(model.read_bytes(), key, number))
-    with pytest.raises(ValueError, match=r"lying.gguf"):
+def test_metadata_that_describe_no_model_are_refused_in_words(model, tmp_path, key, value):
+    raw, name = model.read_bytes(), f"llama.{key}".encode()
+    at = raw.index(name) + len(name) + 4
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(raw[:at] + struct.pack("<I", value) + raw[at + 4 :])
+    with pytest.raises(ValueError, match=r"damaged.gguf(: tensor| has metadata that describe no model)"):
         load_base(path)
 
 

@@ -226,7 +226,13 @@ def test_a_tree_that_is_none_is_refused(tmp_path, rows, words):
     assert_refused(lambda: list(read_examples([path])), ValueError, f"{path} ... {words}")
 
 
-@pytest.mark.parametrize("key", ["role", "from", "author", "speaker", "parent_id"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("role", "from", "author", "speaker", "parent_id", "Role", "FROM", "sender", "speaker_id"),
+        *("message_role", "user_role", "parent_message_id", "message_tree_id", "reply_to"),
+    ],
+)
 def test_a_text_whose_row_says_who_speaks_is_no_plain_text(key):
     row = {"text": "What is an eclipse?", key: "prompter"}
     assert_refused(
