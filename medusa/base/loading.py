@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import HfApi, constants, scan_cache_dir, try_to_load_from_cache
 from huggingface_hub.errors import CacheNotFound, HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
@@ -29,7 +30,6 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 from medusa.assets import base_named
 from medusa.base.causal_lm import CausalLM
 from medusa.base.gguf_file import GGUFFile, begins_as_gguf, is_gguf
-from medusa.base.gguf_model import gguf_config, gguf_tokenizer, load_widened
 from medusa.hub import (
     HUB_ARGUMENTS,
     explained_hub_errors,
@@ -94,7 +94,7 @@ def find_base(source: str | Path | BaseSource, **kwargs: Any) -> BaseSource:
     kwargs = {"trust_remote_code": False, **kwargs}  # else transformers asks for it
     if (path := gguf_path(source, kwargs)) is not None:
         file = GGUFFile.open(path)
-        read, base = gguf_config(file), str(source) if ":" in str(source) else str(file.path)
+        read, base = gguf_model().gguf_config(file), str(source) if ":" in str(source) else str(file.path)
         read._name_or_path = read.name_or_path = base
         return BaseSource(base, kwargs, read, file)
     name, arguments = resolve_source(source, kwargs)
@@ -119,7 +119,7 @@ def load_base(source: str | Path | BaseSource, **kwargs: Any) -> CausalLM:
     """
     source = find_base(source, **kwargs)
     if source.gguf is not None:
-        return load_widened(source.gguf, source.config, _widened_dtype(source))
+        return gguf_model().load_widened(source.gguf, source.config, _widened_dtype(source))
     arguments = {**source.arguments, "output_loading_info": True}
     with explained_damage(source.name):
         loaded: Any = AutoModelForCausalLM.from_pretrained(source.name, **arguments)
@@ -132,6 +132,22 @@ def load_base(source: str | Path | BaseSource, **kwargs: Any) -> CausalLM:
             "answer from random weights; name a checkpoint of the whole model"
         )
     return base.eval()
+
+
+def gguf_model() -> Any:
+    """The module :mod:`medusa.base.gguf_model`.
+
+    Raises:
+        ValueError: the installed ``transformers`` lacks what it needs.
+    """
+    try:
+        from medusa.base import gguf_model as module
+    except ImportError as error:
+        raise ValueError(
+            f"reading a GGUF file needs transformers 5.18 or newer, got {transformers.__version__}; "
+            "pip install --upgrade 'transformers<6'"
+        ) from error
+    return module
 
 
 def _widened_dtype(source: BaseSource) -> torch.dtype:
@@ -259,7 +275,7 @@ def load_tokenizer(source: str | Path | BaseSource, **kwargs: Any) -> Any:
     if not isinstance(source, BaseSource) and (path := gguf_path(source, kwargs)) is not None:
         file = GGUFFile.open(path)
     if file is not None:
-        return gguf_tokenizer(file)
+        return gguf_model().gguf_tokenizer(file)
     if isinstance(source, BaseSource):
         name, arguments = source.name, source_arguments(source.arguments)
     else:

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import safe_open
@@ -38,8 +38,7 @@ from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.attention import is_code_of_transformers
 from medusa.base.causal_lm import CausalLM, HasQuantisedRows, embedding_rows, lm_head
 from medusa.base.gguf_file import FLOAT_TYPES, GGUFFile, TensorEntry, type_name
-from medusa.base.gguf_model import NamedWeight, check_filled, empty_model, fill, placed_weights
-from medusa.base.loading import BaseSource, explained_damage, find_base, load_base
+from medusa.base.loading import BaseSource, explained_damage, find_base, gguf_model, load_base
 from medusa.console import counted, log_console, megabytes
 from medusa.engine.group_quantised import (
     PACKED_TYPES,
@@ -52,6 +51,9 @@ from medusa.engine.kernels import TWELVE_BITS, kernels_unsupported_reason, uses_
 from medusa.engine.views import joinable_linears, share_product, with_kernels
 from medusa.hardware import available_memory
 from medusa.options import Engine
+
+if TYPE_CHECKING:
+    from medusa.base.gguf_model import NamedWeight
 
 PLACING = ("dtype", "torch_dtype", "device_map", "quantization_config", "variant", "tp_plan")
 """Arguments of ``from_pretrained`` that say in which precision a base is loaded, or where."""
@@ -151,8 +153,9 @@ def load_quantised(source: BaseSource, file: GGUFFile, engine: Engine) -> Causal
     if engine == "eager" or kernels_unsupported_reason() is not None:
         _check_fits(source.name, "eager", 4 * sum(math.prod(each.shape) for each in file.tensors.values()))
         return load_base(source, dtype=torch.float32)
-    base = empty_model(file, source.config)
-    weights = placed_weights(file, base)
+    model = gguf_model()
+    base = model.empty_model(file, source.config)
+    weights = model.placed_weights(file, base)
     quantised = _quantised_modules(file, base, weights)
     held = {weights[name].source for name in quantised if name in weights}
     plain = _plain_weights(file, base, weights)
@@ -166,7 +169,7 @@ def load_quantised(source: BaseSource, file: GGUFFile, engine: Engine) -> Causal
         owner, _, last = name.rpartition(".")
         setattr(base.get_submodule(owner), last, nn.Parameter(values, requires_grad=False))
     rest = {name: each for name, each in weights.items() if name not in quantised and name not in plain}
-    fill(base, file, rest, torch.float32)
+    model.fill(base, file, rest, torch.float32)
     if source.config.get_text_config(decoder=True).tie_word_embeddings:
         base.tie_weights()
     release = _released()
@@ -174,7 +177,7 @@ def load_quantised(source: BaseSource, file: GGUFFile, engine: Engine) -> Causal
     rows = None if any(module is head for module, _ in quantised.values()) else embedding_rows(head)
     for parent in list(base.modules()):
         _hold_quantised(parent, {id(each): rows for each, rows in quantised.values()}, head, engine, release)
-    check_filled(base, file)
+    model.check_filled(base, file)
     base = with_kernels(base, int8=False, release=release)
     if rows is not None:
         lm_head(base).register_buffer("rows", rows, persistent=False)

@@ -1,4 +1,5 @@
 import struct
+import sys
 from pathlib import Path
 
 import gguf
@@ -11,8 +12,11 @@ from quantised_files import CHATML, SPECIAL, VOCAB_SIZE, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa.base.gguf_file import GGUFFile
-from medusa.base.gguf_model import end_tokens, named_weights
 from medusa.base.loading import find_base, load_base, load_tokenizer
+
+gguf_model = pytest.importorskip(
+    "medusa.base.gguf_model", exc_type=ImportError, reason="needs a newer transformers"
+)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +98,7 @@ def test_the_tokenizer_is_the_one_that_transformers_reads(model):
 
 
 def test_every_token_that_ends_an_answer_is_known_and_no_other(model):
-    assert end_tokens(GGUFFile.open(model)) == [256, 258]  # <|endoftext|> and <|im_end|>
+    assert gguf_model.end_tokens(GGUFFile.open(model)) == [256, 258]  # <|endoftext|> and <|im_end|>
 
 
 def test_a_directory_with_one_file_is_a_base_and_one_with_several_is_not(model, tmp_path):
@@ -115,10 +119,8 @@ def test_a_file_is_known_by_its_beginning_where_its_name_does_not_tell(model, tm
 
 
 def test_rows_that_transformers_moves_are_found_by_number(model):
-    from medusa.base.gguf_model import empty_model
-
     source = find_base(model)
-    weights = named_weights(source.gguf, empty_model(source.gguf, source.config))
+    weights = gguf_model.named_weights(source.gguf, gguf_model.empty_model(source.gguf, source.config))
     queries = weights["model.layers.0.self_attn.q_proj.weight"].row_order(256)
     assert not torch.equal(queries, torch.arange(256))
     assert torch.equal(queries.sort().values, torch.arange(256))
@@ -243,3 +245,10 @@ def test_no_change_of_the_header_ends_in_anything_but_an_error_that_names_the_fi
         return
     for name in file.tensors:
         assert file.rows(name).numel() == file.tensors[name].num_bytes
+
+
+def test_where_transformers_is_too_old_the_version_that_is_needed_is_named(model, monkeypatch):
+    monkeypatch.delattr("medusa.base.gguf_model")
+    monkeypatch.setitem(sys.modules, "medusa.base.gguf_model", None)
+    with pytest.raises(ValueError, match=r"needs transformers 5.18 or newer, got \d"):
+        find_base(model)

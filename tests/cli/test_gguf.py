@@ -9,6 +9,7 @@ from quantised_files import write_model
 from medusa.cli.main import main
 
 pytestmark = needs_kernels
+pytest.importorskip("medusa.base.gguf_model", exc_type=ImportError, reason="needs a newer transformers")
 
 
 @pytest.fixture

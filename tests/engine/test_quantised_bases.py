@@ -21,6 +21,7 @@ from medusa.engine.views import packed_bytes
 from medusa.heads.fingerprint import BaseFingerprint
 
 pytestmark = needs_kernels
+pytest.importorskip("medusa.base.gguf_model", exc_type=ImportError, reason="needs a newer transformers")
 MIXTURES = {"Q4_K_M": (Type.Q4_K, Type.Q6_K, 256), "Q5_0": (Type.Q5_0, Type.Q8_0, 128)}
 SAMPLINGS = [{"do_sample": False}, {"do_sample": True, "temperature": 0.9, "seed": 3}]
 

@@ -18,6 +18,7 @@ from medusa.training.run import job
 from medusa.training.states.base import load_live, load_without_layers
 
 pytestmark = needs_kernels
+pytest.importorskip("medusa.base.gguf_model", exc_type=ImportError, reason="needs a newer transformers")
 
 
 @pytest.fixture
