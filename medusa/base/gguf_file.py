@@ -105,7 +105,7 @@ class GGUFFile:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """The size of all tensors together."""
         return sum(entry.num_bytes for entry in self.tensors.values())
 
     def strings(self, key: str) -> list[str]:
@@ -149,6 +149,14 @@ def type_name(number: int) -> str:
         return gguf.GGMLQuantizationType(number).name
     except ValueError:
         return str(number)
+
+
+@functools.cache
+def _block_sizes() -> dict[int, tuple[int, int]]:
+    """The numbers and the bytes of a block of each tensor type, by the number of the type."""
+    import gguf
+
+    return {int(known): size for known, size in gguf.GGML_QUANT_SIZES.items()}
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -235,9 +243,7 @@ class _Header:
     def _entry(
         self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int, alignment: int
     ) -> TensorEntry:
-        import gguf
-
-        sizes = {int(known): size for known, size in gguf.GGML_QUANT_SIZES.items()}
+        sizes = _block_sizes()
         if kind not in sizes:
             raise self._damaged(f"tensor {name!r} is of type {kind}, which is none")
         block, block_bytes = sizes[kind]

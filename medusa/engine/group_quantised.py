@@ -125,7 +125,7 @@ class GroupQuantisedLMHead(GroupQuantisedLinear, HasQuantisedRows):
 
 
 ROWS_OF_A_GRADIENT = 8192
-"""Rows of a matrix that are widened at once for a gradient: 29 MB of an 8B model."""
+"""Rows of a matrix that are widened at once for a gradient: 134 MB at a hidden size of 4,096."""
 
 
 class _Product(torch.autograd.Function):

@@ -175,8 +175,9 @@ def load_quantised(source: BaseSource, file: GGUFFile, engine: Engine) -> Causal
     release = _released()
     head = lm_head(base)
     rows = None if any(module is head for module, _ in quantised.values()) else embedding_rows(head)
+    by_module = {id(module): of_file for module, of_file in quantised.values()}
     for parent in list(base.modules()):
-        _hold_quantised(parent, {id(each): rows for each, rows in quantised.values()}, head, engine, release)
+        _hold_quantised(parent, by_module, head, engine, release)
     model.check_filled(base, file)
     base = with_kernels(base, int8=False, release=release)
     if rows is not None:
