@@ -107,6 +107,11 @@ def megabytes(size: float) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
+def gigabytes(size: float) -> str:
+    """The same of many bytes."""
+    return f"{size / 1e9:.1f} GB"
+
+
 SECONDS_BETWEEN_LINES = 10.0
 """Where there is no terminal."""
 

@@ -26,10 +26,12 @@ from transformers import (
     PreTrainedConfig,
 )
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from medusa.assets import base_named
 from medusa.base.causal_lm import CausalLM
 from medusa.base.gguf_file import GGUFFile, begins_as_gguf, is_gguf
+from medusa.base.quantised_directory import QuantisedDirectory, described_settings, is_quantised
 from medusa.hub import (
     HUB_ARGUMENTS,
     explained_hub_errors,
@@ -118,8 +120,8 @@ def load_base(source: str | Path | BaseSource, **kwargs: Any) -> CausalLM:
         ValueError: so too, or a file of its weights is damaged, or none holds the LM head.
     """
     source = find_base(source, **kwargs)
-    if source.gguf is not None:
-        return gguf_model().load_widened(source.gguf, source.config, _widened_dtype(source))
+    if source.gguf is not None or (is_held_quantised(source) and not _finds_a_device(source)):
+        return load_widened(source, _widened_dtype(source))
     arguments = {**source.arguments, "output_loading_info": True}
     with explained_damage(source.name):
         loaded: Any = AutoModelForCausalLM.from_pretrained(source.name, **arguments)
@@ -150,8 +152,13 @@ def gguf_model() -> Any:
     return module
 
 
+def _finds_a_device(source: BaseSource) -> bool:
+    """Whether ``transformers`` loads a quantised directory itself: where its method's package may run."""
+    return torch.cuda.is_available() or not source.arguments.keys().isdisjoint(("device_map", "tp_plan"))
+
+
 def _widened_dtype(source: BaseSource) -> torch.dtype:
-    """The type to widen a GGUF file's weights to; ValueError for arguments that place them elsewhere."""
+    """The type to widen quantised weights to; ValueError for arguments that place them elsewhere."""
     if placing := source.arguments.keys() & {"device_map", "quantization_config", "tp_plan"}:
         raise ValueError(
             f"a GGUF file is loaded whole, on one device, got {sorted(placing)[0]}; "
@@ -235,6 +242,72 @@ def _cached_files(repository: str, revision: str | None, cache_dir: str | Path |
                 if revision is None or revision == each.commit_hash or revision in each.refs:
                     return {file.file_name: file.file_path for file in each.files if is_gguf(file.file_name)}
     return {}
+
+
+# ------------------------------------------------------------------ quantised directories
+
+
+def is_held_quantised(source: BaseSource) -> bool:
+    """Whether the base at ``source`` is quantised in a form that the engines of a CPU hold in its own bits: a
+    GGUF file, or a directory that :mod:`medusa.base.quantised_directory` reads."""
+    return source.gguf is not None or (
+        is_quantised(source.config) and "quantization_config" not in source.arguments
+    )
+
+
+def quantised_directory(source: BaseSource) -> QuantisedDirectory:
+    """The files of a base that is quantised and no GGUF file.
+
+    Raises:
+        ValueError: there are no safetensors files, or one is damaged.
+    """
+    with explained_damage(source.name):
+        files = weight_files(source)
+        if not files:
+            raise ValueError(
+                f"base {source.name!r} is quantised ({described_settings(source.config)}), and is read from "
+                "safetensors files, of which it has none; name another repository of it"
+            )
+        return QuantisedDirectory(source.name, source.config, files)
+
+
+def load_widened(source: BaseSource, dtype: torch.dtype) -> CausalLM:
+    """The quantised base at ``source`` with all weights in ``dtype``, as ``transformers`` computes with them.
+
+    Raises:
+        ValueError: it is in a form that is not read.
+    """
+    if source.gguf is not None:
+        return gguf_model().load_widened(source.gguf, source.config, dtype)
+    return quantised_directory(source).load_widened(dtype, **source_arguments(source.arguments))
+
+
+def weight_files(source: BaseSource) -> list[Path]:
+    """The safetensors files of a checkpoint, from the hub where they are not here; none where it has none."""
+    options = {key: each for key, each in source.arguments.items() if key in _FILE_ARGUMENTS}
+    missing_ok = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_gated_repo": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    if (alone := cached_file(source.name, "model.safetensors", **options, **missing_ok)) is not None:
+        return [Path(alone)]
+    index = cached_file(source.name, "model.safetensors.index.json", **options, **missing_ok)
+    if index is None:
+        return []
+    files, _ = get_checkpoint_shard_files(source.name, index, **options)
+    return [Path(each) for each in files]
+
+
+_FILE_ARGUMENTS = (
+    "revision",
+    "token",
+    "cache_dir",
+    "local_files_only",
+    "force_download",
+    "proxies",
+    "subfolder",
+)
 
 
 @contextmanager

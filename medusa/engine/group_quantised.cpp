@@ -1,7 +1,7 @@
-// Products with weights that stay as a file has quantised them (GGUF, and what can be written as it is there).
+// Products with weights that stay as a file has quantised them (GGUF; GPTQ, AWQ and other whole numbers with a scale a group).
 //
 // A weight is a whole number, its code, of 4, 5, 6 or 8 bits. A group of 16 or 32 weights of an output shares a scale, and in
-// some formats a minimum. So a file's numbers are here in their own bits, and none is changed.
+// some formats a minimum, or the code that stands for zero. So a file's numbers are here in their own bits, and none is changed.
 //
 // They are multiplied in one of two ways:
 // - In whole numbers: each row is rounded to 8 bits, with a step for each 32 numbers, or for 256 where a file's scales are
@@ -11,7 +11,7 @@
 //
 // How weights lie: a Head, a Part for each matrix, and the parts' panels. A panel holds LANES outputs, and consists of blocks
 // of columns. A block is: float16 scales (of each group, or of the block), minima likewise; where scales are whole numbers,
-// those of each group and its minima; then the codes, in sections of 32 columns. A section's columns are eight quads of four,
+// those of each group and its minima; zeros where each group has its own; then the codes, in sections of 32 columns. A section's columns are eight quads of four,
 // each as a vector of LANES times four bytes. Two quads share a vector of half bytes; what codes have beyond 4 bits is in
 // vectors of single bits (a bit a quad) or of pairs of bits (two a quad).
 
@@ -26,26 +26,28 @@ constexpr int64_t VECTOR = LANES * 4;  // bytes
 constexpr int64_t SECTION = 32;
 constexpr int64_t LINE = 64;
 
-template <int BITS_, int GROUP_, bool HAS_WHOLE_SCALES_, bool HAS_MINIMA_, bool IS_TABLE_>
+template <int BITS_, int GROUP_, bool HAS_WHOLE_SCALES_, bool HAS_MINIMA_, bool IS_TABLE_, bool HAS_OWN_ZEROS_ = false>
 struct Form {
   static constexpr int BITS = BITS_;          // of a code
   static constexpr int64_t GROUP = GROUP_;    // columns that share a scale
   static constexpr bool HAS_WHOLE_SCALES = HAS_WHOLE_SCALES_;  // of 8 bits, times one number for the block
   static constexpr bool HAS_MINIMA = HAS_MINIMA_;
   static constexpr bool IS_TABLE = IS_TABLE_;  // codes are places in a table of 16 numbers
+  static constexpr bool HAS_OWN_ZEROS = HAS_OWN_ZEROS_;  // which code stands for zero, each group says
 
-  static constexpr int64_t BLOCK = HAS_WHOLE_SCALES ? 256 : 64;
+  static constexpr int64_t BLOCK = HAS_WHOLE_SCALES ? 256 : HAS_OWN_ZEROS ? 128 : 64;
   static constexpr int64_t GROUPS = BLOCK / GROUP;
   static constexpr int64_t SECTIONS = BLOCK / SECTION;
   static constexpr int64_t STEP = HAS_WHOLE_SCALES ? 256 : GROUP;  // numbers of a row that are rounded together
-  static constexpr bool HAS_ZERO = !HAS_MINIMA;                    // a code that stands for zero, other than 0
+  static constexpr bool HAS_ZERO = !HAS_MINIMA && !HAS_OWN_ZEROS;  // a code that stands for zero in all groups, other than 0
 
   // Where the parts of a block begin.
   static constexpr int64_t NUM_SCALES = HAS_WHOLE_SCALES ? 1 : GROUPS;  // float16, for each lane
   static constexpr int64_t MINIMA = NUM_SCALES * LANES * 2;
   static constexpr int64_t WHOLE_SCALES = MINIMA * (HAS_MINIMA ? 2 : 1);
   static constexpr int64_t WHOLE_MINIMA = WHOLE_SCALES + (HAS_WHOLE_SCALES ? GROUPS * LANES : 0);  // of two groups in turn
-  static constexpr int64_t END = WHOLE_MINIMA + (HAS_WHOLE_SCALES && HAS_MINIMA ? GROUPS * LANES : 0);
+  static constexpr int64_t ZEROS = WHOLE_MINIMA + (HAS_WHOLE_SCALES && HAS_MINIMA ? GROUPS * LANES : 0);
+  static constexpr int64_t END = ZEROS + (HAS_OWN_ZEROS ? GROUPS * LANES : 0);
   static constexpr int64_t CODES = (END + VECTOR - 1) / VECTOR * VECTOR;
   static constexpr int64_t SECTION_BYTES = VECTOR * (BITS == 8 ? 8 : BITS);
   static constexpr int64_t BLOCK_BYTES = CODES + SECTIONS * SECTION_BYTES;
@@ -53,7 +55,7 @@ struct Form {
 
 // ---------------------------------------------------------------------------------------------- the types of files
 
-enum FormId : int32_t { Q4, Q4_MIN, Q5, Q5_MIN, Q8, TABLE, K_Q2, K_Q3, K_Q4, K_Q5, K_Q6, K_TABLE, NUM_FORMS };
+enum FormId : int32_t { Q4, Q4_MIN, Q5, Q5_MIN, Q8, TABLE, K_Q2, K_Q3, K_Q4, K_Q5, K_Q6, K_TABLE, Q4_ZEROS, Q8_ZEROS, NUM_FORMS };
 
 // Calls `body` with the form of this number.
 template <typename Body>
@@ -71,6 +73,8 @@ auto with_form(int32_t id, Body body) {
     case K_Q5: return body.template operator()<Form<5, 32, true, true, false>>();
     case K_Q6: return body.template operator()<Form<6, 16, true, false, false>>();
     case K_TABLE: return body.template operator()<Form<4, 32, true, false, true>>();
+    case Q4_ZEROS: return body.template operator()<Form<4, 32, false, false, false, true>>();
+    case Q8_ZEROS: return body.template operator()<Form<8, 32, false, false, false, true>>();
     default: STD_TORCH_CHECK(false, "weights of an unknown form");
   }
 }
@@ -82,6 +86,7 @@ constexpr int8_t MXFP4_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4,
 struct FileBlock {
   uint8_t codes[256];
   uint16_t scale, minimum;
+  uint8_t zero;
   int8_t whole_scales[16];
   uint8_t whole_minima[16];
 };
@@ -89,7 +94,8 @@ struct FileBlock {
 struct FileType {
   int64_t id, block, bytes;  // numbers and bytes of a block in the file
   FormId form;
-  int32_t zero;  // what a code is less than its number; of a table, of the numbers as they are kept
+  int32_t zero;  // what a code is less than its number; of a table, of the numbers as they are kept; where groups have their own
+                 // zeros, what codes are lowered by to have 8 bits with a sign
   const int8_t* table;
   bool has_bfloat16_scales;
   void (*take_apart)(const uint8_t* from, FileBlock& to);
@@ -187,7 +193,12 @@ void of_iq4_xs(const uint8_t* from, FileBlock& to) {
   }
 }
 
-constexpr FileType FILE_TYPES[] = {  // numbered as GGUF numbers them
+// Of directories: a scale, the zero where groups have their own, and 32 codes without a sign.
+void of_four_bits_with_zero(const uint8_t* from, FileBlock& to) { to.scale = two_bytes(from), to.zero = from[2], half_bytes(from + 3, 0, to.codes); }
+void of_eight_bits(const uint8_t* from, FileBlock& to) { to.scale = two_bytes(from), std::memcpy(to.codes, from + 2, 32); }
+void of_eight_bits_with_zero(const uint8_t* from, FileBlock& to) { to.scale = two_bytes(from), to.zero = from[2], std::memcpy(to.codes, from + 3, 32); }
+
+constexpr FileType FILE_TYPES[] = {  // numbered as GGUF numbers them; from 1000 on, of directories
     {2, 32, 18, Q4, 8, nullptr, false, of_q4_0},
     {3, 32, 20, Q4_MIN, 0, nullptr, false, of_q4_1},
     {6, 32, 22, Q5, 16, nullptr, false, of_q5_0},
@@ -201,12 +212,20 @@ constexpr FileType FILE_TYPES[] = {  // numbered as GGUF numbers them
     {20, 32, 18, TABLE, 128, IQ4_VALUES, false, of_q4_0},
     {23, 256, 136, K_TABLE, 128, IQ4_VALUES, false, of_iq4_xs},
     {39, 32, 17, TABLE, 128, MXFP4_VALUES, true, of_mxfp4},
+    {1000, 32, 18, Q4, 8, nullptr, false, of_q4_0},
+    {1001, 32, 18, Q4, 8, nullptr, true, of_q4_0},
+    {1002, 32, 19, Q4_ZEROS, 0, nullptr, false, of_four_bits_with_zero},
+    {1003, 32, 19, Q4_ZEROS, 0, nullptr, true, of_four_bits_with_zero},
+    {1004, 32, 34, Q8, 128, nullptr, false, of_eight_bits},
+    {1005, 32, 34, Q8, 128, nullptr, true, of_eight_bits},
+    {1006, 32, 35, Q8_ZEROS, 128, nullptr, false, of_eight_bits_with_zero},
+    {1007, 32, 35, Q8_ZEROS, 128, nullptr, true, of_eight_bits_with_zero},
 };
 
 const FileType& file_type(int64_t id) {
   for (const FileType& type : FILE_TYPES)
     if (type.id == id) return type;
-  STD_TORCH_CHECK(false, "no weights can be packed of GGUF type ", id);
+  STD_TORCH_CHECK(false, "no weights can be packed of type ", id);
 }
 
 // ------------------------------------------------------------------------------------------------- how weights lie
@@ -280,6 +299,7 @@ void pack_block(const FileType& type, const uint8_t* const (&rows)[LANES], int64
       type.take_apart(rows[lane] + k / type.block * type.bytes, block);
       reinterpret_cast<uint16_t*>(to)[group * LANES + lane] = block.scale;
       if constexpr (F::HAS_MINIMA) reinterpret_cast<uint16_t*>(to + F::MINIMA)[group * LANES + lane] = block.minimum;
+      if constexpr (F::HAS_OWN_ZEROS) to[F::ZEROS + group * LANES + lane] = block.zero;
       for (int64_t g = 0; F::HAS_WHOLE_SCALES && g < F::GROUPS; g++) {
         to[F::WHOLE_SCALES + g * LANES + lane] = block.whole_scales[g];
         if constexpr (F::HAS_MINIMA) to[F::WHOLE_MINIMA + g / 2 * 2 * LANES + lane * 2 + g % 2] = block.whole_minima[g];
@@ -337,6 +357,7 @@ inline Vec scales_at(const uint8_t* from, bool are_bfloat16) {
 inline Vec whole_scales_at(const uint8_t* from) {
   return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const Several<int8_t>*>(from), Int), Vec);
 }
+inline Int zeros_at(const uint8_t* from) { return __builtin_convertvector(*reinterpret_cast<const Several<uint8_t>*>(from), Int); }
 inline Vec whole_minima_at(const uint8_t* from, int second) {
   typedef Several<uint16_t> Both;
   Int both = __builtin_convertvector(*reinterpret_cast<const Both*>(from), Int);
@@ -347,7 +368,6 @@ inline Vec whole_minima_at(const uint8_t* from, int second) {
 template <typename F>
 void widen_block(const FileType& type, const uint8_t* block, float* to) {
   Bytes table = table_of(type.table);
-  Int zero = Int{} + type.zero;
   for (int64_t s = 0; s < F::SECTIONS; s++) {
     Section<F::BITS> section{block + F::CODES + s * F::SECTION_BYTES};
 #pragma GCC unroll 4
@@ -355,6 +375,7 @@ void widen_block(const FileType& type, const uint8_t* block, float* to) {
       Bytes quads[2];
       section.quads(i, quads[0], quads[1]);
       int64_t group = (s * SECTION + 8 * i) / F::GROUP;
+      Int zero = F::HAS_OWN_ZEROS ? zeros_at(block + F::ZEROS + group * LANES) : Int{} + type.zero;
       Vec scale, minimum = {};
       if constexpr (F::HAS_WHOLE_SCALES) {
         scale = scales_at(block, type.has_bfloat16_scales) * whole_scales_at(block + F::WHOLE_SCALES + group * LANES);
@@ -427,6 +448,7 @@ inline Int minima_added(Int sums, const uint8_t* minima, int32_t pair) {
 
 // Rows rounded to 8 bits. `aside` has for each group of a row what its sum (of numbers) gives beside the codes:
 // - where a code stands for zero: minus that code times the sum, with which sums of products begin;
+// - where that code is each group's own: the sum;
 // - for whole minima: the sums of two groups as a pair of 16 bits;
 // - for other minima: the sum times the step, a float32.
 struct Rows {
@@ -470,7 +492,8 @@ void round_row(const float* x, int64_t K, int32_t zero, const Rows& to, int64_t 
     for (int64_t group = first / F::GROUP; group < (first + F::STEP) / F::GROUP; group++) {
       int32_t sum = 0;
       for (int64_t k = 0; k < F::GROUP; k++) sum += numbers[group * F::GROUP + k];
-      if constexpr (F::HAS_ZERO) aside[group] = -zero * sum;
+      if constexpr (F::HAS_OWN_ZEROS) aside[group] = sum;
+      else if constexpr (F::HAS_ZERO) aside[group] = -zero * sum;
       else if constexpr (!F::HAS_WHOLE_SCALES) aside[group] = std::bit_cast<int32_t>(sum * steps[step]);
       else aside[group / 2] = group % 2 ? (aside[group / 2] & 0xffff) | sum << 16 : sum & 0xffff;
     }
@@ -509,6 +532,13 @@ template <typename F, int M, int J>
           for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
             for (int j = 0; j < J; j++) whole[m][j] = Int{} + aside[m * rows.num_aside + k / F::GROUP + group];
+        if constexpr (F::HAS_OWN_ZEROS)
+#pragma GCC unroll 2
+          for (int j = 0; j < J; j++) {
+            Int zeros = zeros_at(panels + j * size + F::ZEROS + group * LANES);
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) whole[m][j] = zeros * -aside[m * rows.num_aside + k / F::GROUP + group];
+          }
 #pragma GCC unroll 4
         for (int i = 0; i < VECTORS; i++) {
           int at = half * VECTORS + i;
@@ -676,6 +706,7 @@ struct TileChunk {
   alignas(LINE) float scales[2][GROUPS][LANES];
   alignas(LINE) float minima[2][GROUPS][LANES];        // of groups, or of blocks
   alignas(LINE) float block_scales[2][BLOCKS][LANES];  // where scales are whole numbers
+  alignas(LINE) int32_t zeros[2][GROUPS][LANES];       // where groups have their own: less what codes are lowered by
   alignas(LINE) int32_t sums[2][GROUPS][TILE_ROWS][LANES];
 
   void widen(const FileType& type, const uint8_t* panels, int64_t size, int64_t blocks) {
@@ -697,6 +728,7 @@ struct TileChunk {
         for (int64_t g = 0; g < F::GROUPS; g++) {
           Vec scale = F::HAS_WHOLE_SCALES ? whole_scales_at(block + F::WHOLE_SCALES + g * LANES) : scales_at(block + g * LANES * 2, type.has_bfloat16_scales);
           store(scales[j][b * F::GROUPS + g], scale);
+          if constexpr (F::HAS_OWN_ZEROS) *reinterpret_cast<Int*>(zeros[j][b * F::GROUPS + g]) = zeros_at(block + F::ZEROS + g * LANES) - type.zero;
           if constexpr (F::HAS_MINIMA && !F::HAS_WHOLE_SCALES) store(minima[j][b * F::GROUPS + g], scales_at(block + F::MINIMA + g * LANES * 2, false));
         }
         if constexpr (F::HAS_WHOLE_SCALES) store(block_scales[j][b], scales_at(block, type.has_bfloat16_scales));
@@ -738,7 +770,9 @@ struct TileChunk {
           Vec scale = load(scales[j][group]);
 #pragma GCC unroll 4
           for (int r = 0; r < ROWS_ADDED; r++) {
-            Vec sum = __builtin_convertvector(*reinterpret_cast<const Int*>(sums[j][group][m + r]), Vec);
+            Int whole = *reinterpret_cast<const Int*>(sums[j][group][m + r]);
+            if constexpr (F::HAS_OWN_ZEROS) whole -= *reinterpret_cast<const Int*>(zeros[j][group]) * aside[r * rows.num_aside + group];
+            Vec sum = __builtin_convertvector(whole, Vec);
             if constexpr (F::HAS_WHOLE_SCALES) parts[r] = multiply_add(sum, scale, parts[r]);
             else totals[r] = multiply_add(sum * scale, all(steps[r * rows.num_steps + group]), totals[r]);
           }

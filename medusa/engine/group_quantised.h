@@ -9,7 +9,7 @@ bool are_group_quantised(const Tensor& weights);
 // x (..., K) float32 that lies whole, bias (N,) float32 -> (..., N) float32
 Tensor group_quantised_product(const Tensor& x, const Tensor& weights, const std::optional<Tensor>& bias, int64_t width);
 
-// The operators; types are those of GGUF.
+// The operators; types are those of GGUF, and those of directories: see FILE_TYPES.
 int64_t quantised_size(std::vector<int64_t> types, std::vector<int64_t> num_rows, int64_t num_inputs);
 void begin_quantised(Tensor weights, std::vector<int64_t> types, std::vector<int64_t> num_rows, int64_t num_inputs, bool in_whole_numbers);
 void pack_quantised(Tensor weights, int64_t part, Tensor file_rows, std::optional<Tensor> order);

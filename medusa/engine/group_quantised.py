@@ -1,6 +1,7 @@
 """Linear layers and embeddings whose weights stay as a file has quantised them.
 
-A quantised file has whole numbers of 4 to 8 bits in groups, each with a scale (GGUF's Q4_K, Q6_K, Q5_0, ...).
+A quantised file has whole numbers of 4 to 8 bits in groups, each with a scale (GGUF's Q4_K, Q6_K, Q5_0, ...;
+GPTQ, AWQ, compressed-tensors).
 ``group_quantised.cpp`` holds them in their own bits without changing a number, in the order in which it reads
 them, and multiplies in one of two ways:
 
@@ -19,11 +20,15 @@ from torch import Tensor, nn
 
 from medusa.base.causal_lm import HasQuantisedRows
 from medusa.base.gguf_file import type_name
+from medusa.base.quantised_forms import BLOCK, QuantisedMatrix
 from medusa.engine.kernels import PackedMatmul, lanes, weight_memory
 
 PACKED_TYPES = frozenset({2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 39})
 """Types of GGUF that are held in their own bits, as GGUF numbers them: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to
 Q6_K, IQ4_NL, IQ4_XS and MXFP4."""
+FIRST_OF_DIRECTORIES = 1000
+"""The first of the types of directories: whole numbers of 4 or 8 bits with a scale for each 32, in float16 or
+bfloat16, and perhaps a code of their own for zero. FILE_TYPES of ``group_quantised.cpp`` lists them."""
 
 
 @dataclass(frozen=True)
@@ -33,29 +38,61 @@ class QuantisedRows:
     rows: Tensor
     """(out, bytes) uint8."""
     type: int
-    """Its type, of :data:`PACKED_TYPES`."""
+    """Its type, of :data:`PACKED_TYPES` or from :data:`FIRST_OF_DIRECTORIES` on."""
     num_inputs: int
     order: Tensor | None = None
     """(out,) long: the row of the file that is each output; None where it is the same."""
+    input_order: Tensor | None = None
+    """(in,) long: the input of each column; None where they are in order."""
+
+    @classmethod
+    def of(cls, matrix: QuantisedMatrix) -> QuantisedRows | None:
+        """The rows of a matrix of a directory; None where its scales are numbers of float32 only."""
+        kinds = (torch.float16, torch.bfloat16)
+        kind = next(
+            (each for each in kinds if torch.equal(matrix.scales.to(each).float(), matrix.scales.float())),
+            None,
+        )
+        if kind is None:
+            return None
+        parts = [matrix.scales.to(kind)[..., None].contiguous().view(torch.uint8)]
+        if matrix.zeros is not None:
+            parts.append(matrix.zeros[..., None])
+        codes = matrix.codes.unflatten(1, (-1, BLOCK))  # (out, in / 32, 32)
+        if matrix.bits == 4:
+            codes = codes[..., : BLOCK // 2] | codes[..., BLOCK // 2 :] << 4
+        type = FIRST_OF_DIRECTORIES + 4 * (matrix.bits == 8) + 2 * (matrix.zeros is not None)
+        type += kind == torch.bfloat16
+        rows = torch.cat([*parts, codes], dim=2).flatten(1)
+        return cls(rows, type, matrix.codes.shape[1], input_order=matrix.input_order)
+
+    @property
+    def type_name(self) -> str:
+        """As GGUF names it; of directories "4 bits" or "8 bits"."""
+        if self.type >= FIRST_OF_DIRECTORIES:
+            return "8 bits" if self.type >= FIRST_OF_DIRECTORIES + 4 else "4 bits"
+        return type_name(self.type)
 
 
 class GroupQuantisedMatmul(PackedMatmul):
     """Rows times quantised matrices, float32 outside: (..., in) -> (..., out).
 
     Args:
-        weights: matrices of one width, concatenated along the outputs; copied now.
+        weights: matrices of one width and one order of inputs, concatenated along the outputs; copied now.
         bias: (out,), or None.
         in_whole_numbers: whether rows are rounded to 8 bits; they are multiplied as they are otherwise.
     """
+
+    input_order: Tensor | None
 
     def __init__(self, weights: Sequence[QuantisedRows], bias: Tensor | None, in_whole_numbers: bool):
         nn.Module.__init__(self)
         lanes()  # loads the kernels
         num_rows, types = [len(each.rows) for each in weights], [each.type for each in weights]
         self.width, self.num_inputs = sum(num_rows), weights[0].num_inputs
-        self._types = dict.fromkeys(map(type_name, types), 0)
+        self._types = dict.fromkeys((each.type_name for each in weights), 0)
         for each in weights:
-            self._types[type_name(each.type)] += each.rows.nbytes
+            self._types[each.type_name] += each.rows.nbytes
         if isinstance(bias, nn.Parameter):
             self.bias = bias
         else:
@@ -67,6 +104,10 @@ class GroupQuantisedMatmul(PackedMatmul):
             torch.ops.medusa.pack_quantised(panels, index, each.rows, each.order)
         self.register_buffer("panels", panels, persistent=False)
         self.register_buffer("scales", None, persistent=False)
+        self.register_buffer("input_order", weights[0].input_order, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if self.input_order is None else x.index_select(-1, self.input_order))
 
     @property
     def is_int8(self) -> bool:
@@ -91,7 +132,8 @@ class GroupQuantisedMatmul(PackedMatmul):
 
     def unpacked(self) -> Tensor:
         """The matrix (out, in) float32, each number as the file means it."""
-        return torch.ops.medusa.unpack_quantised(self.panels)
+        columns = torch.ops.medusa.unpack_quantised(self.panels)
+        return columns if self.input_order is None else columns[:, self.input_order.argsort()]
 
 
 class GroupQuantisedLinear(GroupQuantisedMatmul):
@@ -110,9 +152,8 @@ class GroupQuantisedLMHead(GroupQuantisedLinear, HasQuantisedRows):
     def __init__(self, linear: nn.Linear, weight: QuantisedRows, in_whole_numbers: bool):
         super().__init__(linear, weight, in_whole_numbers)
         self.file_type: int = weight.type
-        order = weight.order
-        if order is not None:
-            raise ValueError("the rows of an LM head must stand in the file's order")
+        if weight.order is not None or weight.input_order is not None:
+            raise ValueError("rows and inputs of an LM head must stand in the file's order")
         self.register_buffer("file_rows", weight.rows.detach(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:

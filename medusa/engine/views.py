@@ -46,17 +46,9 @@ def with_kernels(model: CausalLM, int8: bool, release: Callable[[Tensor], Tensor
         each packed weight, to free it; its return value replaces the weight.
     """
     for parent in list(model.modules()):
-        others: dict[nn.Module, nn.Module] = {}
-        for linears in joinable_linears(parent):
-            others.update(zip(linears, joined(linears, int8), strict=True))
+        pack_linears(parent, int8, release)
         for name, child in list(parent.named_children()):
-            if type(child) in (nn.Linear, Conv1D):
-                made = others[child] if child in others else PackedLinear(child, int8)
-                if release is not None:
-                    del made.weight
-                    made.weight = release(child.weight.detach())
-                setattr(parent, name, made)
-            elif isinstance(child, PackedMatmul) and int8 and not child.is_int8:
+            if isinstance(child, PackedMatmul) and int8 and not child.is_int8:
                 setattr(parent, name, child.rounded())
                 if isinstance(parent, JoinedLinear):
                     parent.share(parent.product)
@@ -67,6 +59,21 @@ def with_kernels(model: CausalLM, int8: bool, release: Callable[[Tensor], Tensor
     if takes_tree_attention(model):
         model.set_attn_implementation(TREE_ATTENTION[_attention_of(model)])
     return model.eval()
+
+
+def pack_linears(parent: nn.Module, int8: bool, release: Callable[[Tensor], Tensor] | None = None) -> None:
+    """Replace the linear layers directly below ``parent``; the arguments are those of
+    :func:`with_kernels`."""
+    others: dict[nn.Module, nn.Module] = {}
+    for linears in joinable_linears(parent):
+        others.update(zip(linears, joined(linears, int8), strict=True))
+    for name, child in list(parent.named_children()):
+        if type(child) in (nn.Linear, Conv1D):
+            made = others[child] if child in others else PackedLinear(child, int8)
+            if release is not None:
+                del made.weight
+                made.weight = release(child.weight.detach())
+            setattr(parent, name, made)
 
 
 def takes_tree_attention(base: CausalLM) -> bool:

@@ -1,3 +1,6 @@
+import dataclasses
+import itertools
+
 import gguf
 import pytest
 import torch
@@ -5,6 +8,7 @@ from conftest import needs_kernels
 from quantised_files import TYPES, random_rows
 
 from medusa.base.gguf_file import type_name
+from medusa.base.quantised_forms import QuantisedMatrix
 from medusa.engine import kernels
 from medusa.engine.group_quantised import PACKED_TYPES, GroupQuantisedMatmul, QuantisedRows
 
@@ -20,6 +24,83 @@ def quantised(kind, num_rows=NUM_ROWS, num_inputs=NUM_INPUTS, seed=0):
 
 def numbers_of(weight):
     return torch.from_numpy(gguf.dequantize(weight.rows.numpy(), gguf.GGMLQuantizationType(weight.type)))
+
+
+DIRECTORIES = list(itertools.product((4, 8), (torch.float16, torch.bfloat16), (True, False)))
+"""Bits, type of scales, and whether zero is the same code everywhere."""
+
+
+def matrix_of(bits, dtype, is_symmetric, num_rows=NUM_ROWS, num_inputs=NUM_INPUTS):
+    """As a directory has it: any codes and any zeros, also the least and the greatest."""
+    generator, blocks = torch.Generator().manual_seed(bits), num_inputs // 32
+    codes = torch.randint(0, 2**bits, (num_rows, num_inputs), generator=generator, dtype=torch.uint8)
+    scales = (0.003 * torch.randn(num_rows, blocks, generator=generator)).to(dtype)
+    zeros = torch.randint(0, 2**bits, (num_rows, blocks), generator=generator, dtype=torch.uint8)
+    zeros[0], zeros[1] = 0, 2**bits - 1
+    return QuantisedMatrix(codes, bits, scales, None if is_symmetric else zeros, None)
+
+
+def numbers_of_matrix(matrix):
+    numbers = torch.empty(matrix.codes.shape, dtype=torch.float64)
+    for k in range(matrix.codes.shape[1]):
+        zeros = 2 ** (matrix.bits - 1) if matrix.zeros is None else matrix.zeros[:, k // 32].double()
+        numbers[:, k] = matrix.scales[:, k // 32].double() * (matrix.codes[:, k].double() - zeros)
+    return numbers
+
+
+@pytest.mark.parametrize(("bits", "dtype", "is_symmetric"), DIRECTORIES)
+@pytest.mark.parametrize("num_inputs", [NUM_INPUTS, 96])
+def test_no_number_of_a_directory_is_changed_and_rows_are_multiplied_as_those_of_a_file(
+    bits, dtype, is_symmetric, num_inputs
+):
+    torch.manual_seed(0)
+    matrix = matrix_of(bits, dtype, is_symmetric, num_inputs=num_inputs)
+    expected = numbers_of_matrix(matrix)
+    assert torch.equal(matrix.widened().double(), expected)
+    rows, x = QuantisedRows.of(matrix), torch.randn(150, num_inputs)
+    assert rows.rows.nbytes <= num_inputs * NUM_ROWS * (bits + 0.75) / 8
+    for in_whole_numbers in (True, False):
+        product = GroupQuantisedMatmul([rows], None, in_whole_numbers)
+        assert torch.equal(product.unpacked().double(), expected)
+        together, exact = product(x), x.double() @ expected.T
+        assert (together - exact).norm() / exact.norm() < (0.012 if in_whole_numbers else 1e-6)
+        for start, count in [(0, 1), (7, 2), (0, 3), (3, 5), (20, 8), (0, 12), (5, 17), (1, 40)]:
+            assert torch.equal(product(x[start : start + count]), together[start : start + count])
+    ids = torch.tensor([[3, 70], [0, 3]])
+    assert torch.equal(
+        torch.ops.medusa.quantised_rows(rows.rows, ids, rows.type, num_inputs).double(), expected[ids]
+    )
+
+
+@pytest.mark.skipif(needs_kernels.args[0] or not kernels.has_tiles(), reason="needs tile registers")
+@pytest.mark.parametrize(("bits", "dtype", "is_symmetric"), DIRECTORIES)
+def test_tiles_give_the_bits_of_vectors_for_a_directory(bits, dtype, is_symmetric):
+    rows, x = QuantisedRows.of(matrix_of(bits, dtype, is_symmetric)), torch.randn(140, NUM_INPUTS)
+    product = GroupQuantisedMatmul([rows], None, True)
+    in_tiles = product(x)
+    kernels.has_tiles(False)
+    try:
+        assert torch.equal(product(x), in_tiles)
+    finally:
+        kernels.has_tiles(True)
+
+
+def test_scales_that_only_float32_holds_are_not_rounded():
+    matrix = matrix_of(4, torch.float32, True)
+    assert QuantisedRows.of(matrix) is None
+    halved = dataclasses.replace(matrix, scales=matrix.scales.half().float())
+    assert QuantisedRows.of(halved).type == 1000
+
+
+def test_columns_can_stand_in_an_order_of_inputs():
+    torch.manual_seed(0)
+    matrix, order = matrix_of(4, torch.float16, False), torch.randperm(NUM_INPUTS)
+    moved = dataclasses.replace(matrix, input_order=order)
+    product = GroupQuantisedMatmul([QuantisedRows.of(moved)], None, in_whole_numbers=False)
+    assert torch.equal(product.unpacked(), moved.widened())
+    assert torch.equal(product.unpacked()[:, order], matrix.widened())
+    x = torch.randn(2, 3, NUM_INPUTS)
+    torch.testing.assert_close(product(x), x @ moved.widened().T)
 
 
 def test_each_type_that_is_said_to_be_held_is_tried_here():

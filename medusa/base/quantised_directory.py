@@ -1,0 +1,432 @@
+"""A model in a directory whose ``config.json`` has a ``quantization_config``, read without a package of the
+method that quantised it.
+
+Everything that can be refused is refused by names, types and shapes, before a weight is read.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+
+from medusa.base.quantised_forms import (
+    BLOCK,
+    FORMS,
+    GROUPS_OF_INPUTS,
+    SCALES,
+    QuantisedLayer,
+    QuantisedMatrix,
+    fp8_numbers,
+)
+from medusa.console import megabytes
+
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
+"""The methods that are read, as ``quant_method`` names them."""
+READABLE = (
+    "GPTQ and compressed-tensors in 4 and 8 bits, AWQ in 4 bits (gemm), and FP8, with groups of whole "
+    f"{BLOCK} inputs"
+)
+WORDS = ("qweight", "qzeros", "weight_packed")
+"""Tensors of several codes in each number."""
+FLOATS = ("BF16", "F16", "F32")
+"""Types of tensors that are not quantised, and of scales, as safetensors names them."""
+PACKED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+"""Formats of compressed-tensors that are read; "mixed-precision" has one for each group of layers."""
+UNUSED = re.compile(
+    r"\.(input_scale|output_scale|activation_scale|[qkv]_scale|input_zero_point|rotary_emb\.inv_freq)$"
+)
+"""Tensors without a use here: rows are rounded as they come, and keys and values are kept in float32."""
+OF_LAYERS = re.compile(r"\.(layers|h|blocks)\.\d+\.")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies, and its form."""
+
+    file: Path
+    dtype: str
+    """As safetensors names it."""
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+class QuantisedDirectory:
+    """A model in safetensors files that one of :data:`METHODS` has quantised.
+
+    Args:
+        name: the directory or hub id.
+        config: its configuration.
+        files: its safetensors files.
+    """
+
+    def __init__(self, name: str, config: PreTrainedConfig, files: Sequence[Path]):
+        self.name, self.settings = name, settings_of(config)
+        self.config = copy.deepcopy(config)
+        """The configuration of the model that was quantised."""
+        del self.config.quantization_config
+        self._opened = {file: safe_open(file, "pt") for file in files}
+        self.tensors: dict[str, StoredTensor] = {}
+        for file, opened in self._opened.items():
+            for key in opened.keys():  # noqa: SIM118
+                part = opened.get_slice(key)
+                shape, dtype = tuple(part.get_shape()), part.get_dtype()
+                self.tensors[key] = StoredTensor(file, dtype, shape, math.prod(shape) * _bits_of(dtype) // 8)
+
+    @property
+    def method(self) -> str:
+        return str(self.settings["quant_method"])
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as it is stored: a view of its file."""
+        return self._opened[self.tensors[name].file].get_tensor(name)
+
+    # -------------------------------------------------------------- what is there
+
+    def quantised_layers(self, model: Any) -> dict[str, QuantisedLayer]:
+        """The linear layers of ``model`` whose weights are quantised here, by name.
+
+        Raises:
+            ValueError: the directory has a form that is not read, or a tensor that has no place in ``model``,
+                or lacks one.
+        """
+        self._check_settings()
+        linears = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+        forms = {name: self._form_of(name) for name in linears}
+        found = {
+            name: self._layer(name, form, tuple(linears[name].weight.shape))
+            for name, form in forms.items()
+            if form is not None
+        }
+        plain = self.plain_names(model, found)
+        placed = {*plain, *plain.values(), *_other_names(model, plain)}
+        placed |= {stored for layer in found.values() for stored in self._names(layer).values()}
+        has_layers = self.config.get_text_config(decoder=True).num_hidden_layers > 0
+        left = [
+            name
+            for name in self.tensors
+            if name not in placed and not UNUSED.search(name) and (has_layers or not OF_LAYERS.search(name))
+        ]
+        if left:
+            raise self._refused(
+                f"its tensor {left[0]!r} ({len(left)} in all) has no place in {type(model).__name__} of "
+                "transformers"
+            )
+        given = {*plain, *(f"{name}.weight" for name in found)}
+        if lacks := [name for name, _ in model.named_parameters() if name not in given]:
+            raise ValueError(
+                f"base {self.name!r} must have a tensor for {lacks[0]!r} ({len(lacks)} in all), and has "
+                "none; copy or download it again"
+            )
+        return found
+
+    def plain_names(self, model: Any, quantised: Mapping[str, QuantisedLayer]) -> dict[str, str]:
+        """The tensors that are not quantised, by the names of the parameters and buffers of ``model`` that
+        they are."""
+        held = {f"{name}.weight" for name in quantised}
+        found = {}
+        for names, tensor in _saved(model):
+            stored = next((each for each in names if each in self.tensors), None)
+            if stored is None or held & set(names):
+                continue
+            entry = self.tensors[stored]
+            if entry.dtype not in FLOATS:
+                raise self._refused(f"its tensor {stored!r} of type {entry.dtype} is no layer's weight")
+            if entry.shape != tensor.shape:
+                raise self._of_another_shape(stored, tuple(tensor.shape))
+            found[names[0]] = stored
+        return found
+
+    def _check_settings(self) -> None:
+        """Raise ValueError where the configuration asks for a form that is not read."""
+        given, schemes = self.settings, self._schemes
+        rules: list[tuple[str, Any, tuple[Any, ...]]] = []
+        if self.method == "gptq":
+            rules.append(("checkpoint_format", given.get("checkpoint_format", "gptq"), ("gptq", "gptq_v2")))
+            rules.append(("bits", given.get("bits"), (4, 8)))
+        if self.method == "awq":
+            packing = str(given.get("version") or given.get("format") or "gemm").lower()
+            rules.append(("version", packing, ("gemm",)))
+            rules.append(("bits", given.get("bits", 4), (4,)))
+            rules.append(("zero_point", given.get("zero_point", True), (True,)))
+        if self.method == "compressed-tensors":
+            formats = [given.get("format"), *(each["format"] for each in schemes if each.get("format"))]
+            rules += [("format", each, PACKED_FORMATS) for each in formats]
+            for weights in (each.get("weights") or {} for each in schemes):
+                rules.append(
+                    (
+                        "num_bits",
+                        weights.get("num_bits", 8),
+                        (8,) if weights.get("type") == "float" else (4, 8),
+                    )
+                )
+            sparse = (given.get("sparsity_config") or {}).get("format", "dense")
+            rules.append(("sparsity_config.format", sparse, ("dense",)))
+            rules.append(("transform_config", bool(given.get("transform_config")), (False,)))
+        for key, value, allowed in rules:
+            if value not in allowed:
+                wanted = " or ".join(map(str, allowed))
+                raise self._refused(f"{key} in its quantization_config must be {wanted}, got {value}")
+
+    @property
+    def _schemes(self) -> list[Mapping[str, Any]]:
+        """How each group of layers is quantised, in compressed-tensors."""
+        groups = self.settings.get("config_groups") or {}
+        return [each for each in groups.values() if isinstance(each, Mapping)]
+
+    def _form_of(self, layer: str) -> str | None:
+        """The form of a layer's weight; None where it is not quantised."""
+        if self.method in ("gptq", "awq"):
+            return self.method if f"{layer}.qweight" in self.tensors else None
+        if f"{layer}.weight_packed" in self.tensors:
+            return "packed"
+        stored = self.tensors.get(f"{layer}.weight")
+        return None if stored is None else {"I8": "int8", "F8_E4M3": "fp8"}.get(stored.dtype)
+
+    def _names(self, layer: QuantisedLayer) -> dict[str, str]:
+        """The names of a layer's tensors, by their last part."""
+        names = {part: f"{layer.name}.{part}" for part in FORMS[layer.form].parts}
+        return {part: name for part, name in names.items() if name in self.tensors}
+
+    def _layer(self, name: str, form: str, shape: tuple[int, int]) -> QuantisedLayer:
+        """The layer called ``name``, whose tensors have the shapes that a weight of this one has."""
+        codes = f"{name}.{FORMS[form].codes}"
+        stored, (num_outputs, num_inputs) = self.tensors[codes].shape, shape
+        words = {"gptq": stored[0], "packed": stored[-1], "awq": num_inputs // 8}.get(form, num_inputs // 4)
+        bits = 32 * words // num_inputs
+        scales = next((f"{name}.{each}" for each in SCALES if f"{name}.{each}" in self.tensors), None)
+        if scales is None or self.tensors[scales].dtype not in FLOATS:
+            raise self._refused(f"{codes!r} has no scales of type {', '.join(FLOATS)}")
+        if bits not in (4, 8) or num_inputs % BLOCK or (form in ("gptq", "awq") and num_outputs % 8):
+            raise self._refused(
+                f"{codes!r} has shape {stored} for {num_inputs} inputs and {num_outputs} outputs"
+            )
+        of_scales = self.tensors[scales].shape
+        num_groups = of_scales[0 if form in ("gptq", "awq") else -1] if len(of_scales) == 2 else 1
+        layer = QuantisedLayer(name, form, shape, bits, num_groups)
+        self._check_shapes(layer, of_scales)
+        if form == "fp8":
+            self._block_of(layer, of_scales)
+        else:
+            self._groups(layer)
+        return layer
+
+    def _check_shapes(self, layer: QuantisedLayer, scales: tuple[int, ...]) -> None:
+        """Raise ValueError where a tensor of ``layer`` has another shape than its form says."""
+        (num_outputs, num_inputs), per_word = layer.shape, 32 // layer.bits
+        wanted = FORMS[layer.form].shapes(num_outputs, num_inputs, per_word, layer.num_groups)
+        zeros = self.tensors.get(f"{layer.name}.weight_zero_point")
+        if zeros is not None:
+            rows = -(-num_outputs // per_word) if zeros.dtype == "I32" else num_outputs
+            wanted["weight_zero_point"] = (rows, layer.num_groups)
+        if math.prod(scales) == 1 or scales == (num_outputs,):  # of the whole matrix, or of each output
+            wanted.pop("weight_scale", None)
+            if zeros is not None and zeros.shape == scales:
+                del wanted["weight_zero_point"]
+        for part, shape in wanted.items():
+            name = f"{layer.name}.{part}"
+            if name not in self.tensors or self.tensors[name].shape != shape:
+                raise self._of_another_shape(name, shape)
+            if part in WORDS and self.tensors[name].dtype != "I32":
+                raise self._refused(f"{name!r} must be of type I32, got {self.tensors[name].dtype}")
+
+    def _groups(self, layer: QuantisedLayer) -> tuple[Tensor, Tensor | None]:
+        """The group of each block of 32 columns of codes, (in / 32,) long, and the input of each column,
+        (in,) long, or None where they are in order: inputs of a group are put beside each other."""
+        num_inputs, names = layer.shape[1], self._names(layer)
+        given = next((self.tensor(names[each]) for each in GROUPS_OF_INPUTS if each in names), None)
+        if given is None or bool((given < 0).any()):  # compressed-tensors: -1, they are in order
+            given = torch.arange(num_inputs) // self._group_size(layer)
+        if given.shape != (num_inputs,):
+            raise self._of_another_shape(names.get("g_idx", f"{layer.name}.weight_g_idx"), (num_inputs,))
+        groups, order = given.long().sort(stable=True)
+        blocks = groups.view(-1, BLOCK)
+        if bool((blocks != blocks[:, :1]).any()) or not bool((groups < layer.num_groups).all()):
+            raise self._refused(
+                f"groups of {layer.name!r} must be whole {BLOCK} inputs, got {layer.num_groups} for "
+                f"{num_inputs} inputs"
+            )
+        return blocks[:, 0], None if torch.equal(order, torch.arange(num_inputs)) else order
+
+    def _group_size(self, layer: QuantisedLayer) -> int:
+        """Inputs of a group: as the configuration says, where that gives as many groups."""
+        num_inputs, count = layer.shape[1], layer.num_groups
+        named = [self.settings, *(each.get("weights") or {} for each in self._schemes)]
+        sizes = [size for each in named if isinstance(size := each.get("group_size"), int) and size > 0]
+        fitting = [size for size in sizes if -(-num_inputs // size) == count]
+        return fitting[0] if fitting else -(-num_inputs // count)
+
+    def _block_of(self, layer: QuantisedLayer, scales: tuple[int, ...]) -> tuple[int, int]:
+        """Outputs and inputs that share a scale, in an FP8 matrix with scales of this shape."""
+        num_outputs, num_inputs = layer.shape
+        rows, columns = (*scales, 1, 1)[:2]
+        named = [self.settings.get("weight_block_size")]
+        named += [(each.get("weights") or {}).get("block_structure") for each in self._schemes]
+        blocks = [(int(each[0]), int(each[1])) for each in named if each]
+        for block in [*blocks, (-(-num_outputs // rows), -(-num_inputs // columns))]:
+            if len(scales) < 3 and (rows, columns) == (
+                -(-num_outputs // block[0]),
+                -(-num_inputs // block[1]),
+            ):
+                return block
+        raise self._refused(f"{layer.name!r} has scales of shape {scales} for a weight of {layer.shape}")
+
+    def _refused(self, why: str) -> ValueError:
+        return ValueError(
+            f"base {self.name!r} is quantised in a way that is not read on a CPU: {why}. Read are "
+            f"{READABLE}; name the model that it was made from, or a GGUF file of it"
+        )
+
+    def _of_another_shape(self, name: str, wanted: tuple[int, ...]) -> ValueError:
+        found = self.tensors[name].shape if name in self.tensors else "none"
+        return ValueError(
+            f"base {self.name!r}: tensor {name!r} must have shape {wanted}, as its configuration says, got "
+            f"{found}; copy or download it again"
+        )
+
+    # -------------------------------------------------------------- reading
+
+    def parts(self, layer: QuantisedLayer) -> dict[str, Tensor]:
+        """The tensors of a layer as they are stored, by the last part of their names: views of the files."""
+        return {part: self.tensor(name) for part, name in self._names(layer).items()}
+
+    def weight(self, layer: QuantisedLayer, parts: Mapping[str, Tensor]) -> QuantisedMatrix | Tensor:
+        """The weight of a layer from its tensors: whole numbers; of FP8 the numbers themselves, (out, in)
+        bfloat16."""
+        scales = next(parts[each] for each in SCALES if each in parts)
+        if layer.form == "fp8":
+            return fp8_numbers(parts["weight"], scales, self._block_of(layer, tuple(scales.shape)))
+        codes, zeros = FORMS[layer.form].read(parts, layer)
+        if zeros is not None and layer.form == "gptq" and self.settings.get("checkpoint_format") != "gptq_v2":
+            zeros = zeros + 1 & 2**layer.bits - 1
+        if zeros is not None and bool((zeros == 2 ** (layer.bits - 1)).all()):
+            zeros = None
+        scales = scales.T if layer.form in ("gptq", "awq") else scales.reshape(-1, layer.num_groups)
+        groups, order = self._groups(layer)
+        num_outputs = layer.shape[0]
+        return QuantisedMatrix(
+            codes if order is None else codes[:, order],
+            layer.bits,
+            scales.expand(num_outputs, -1)[:, groups],
+            None if zeros is None else zeros.expand(num_outputs, -1)[:, groups],
+            order,
+        )
+
+    # -------------------------------------------------------------- the model
+
+    def empty_model(self, **arguments: Any) -> Any:
+        """The model in float32, its buffers computed and its parameters without memory. ``arguments`` say
+        where its files come from."""
+        is_trusted = bool(arguments.get("trust_remote_code"))
+        with init_empty_weights(include_buffers=False):
+            model: Any = AutoModelForCausalLM.from_config(
+                self.config, dtype=torch.float32, trust_remote_code=is_trusted
+            )
+        model.tie_weights()
+        with suppress(OSError):  # most have one
+            model.generation_config = GenerationConfig.from_pretrained(self.name, **arguments)
+        return model.eval()
+
+    def load_widened(self, dtype: torch.dtype, **arguments: Any) -> Any:
+        """The model with all weights in ``dtype``, as modules of ``transformers`` compute with them.
+
+        Raises:
+            ValueError: as :meth:`quantised_layers`.
+        """
+        model = self.empty_model(**arguments)
+        layers = self.quantised_layers(model)
+        for name, layer in layers.items():
+            weight = self.weight(layer, self.parts(layer))
+            numbers = weight if isinstance(weight, Tensor) else weight.widened()
+            set_weight(model, f"{name}.weight", numbers.to(dtype))
+        for name, stored in self.plain_names(model, layers).items():
+            set_weight(model, name, self.tensor(stored).to(dtype, copy=True))
+        model.tie_weights()
+        return model.to(dtype)
+
+    @property
+    def described(self) -> str:
+        """What the files hold, and in which form."""
+        sizes: Counter[str] = Counter()
+        for name, stored in self.tensors.items():
+            is_quantised = self._form_of(name.rpartition(".")[0]) and not name.endswith(".bias")
+            sizes["quantised layers" if is_quantised else stored.dtype] += stored.num_bytes
+        held = ", ".join(f"{megabytes(size)} of {name}" for name, size in sizes.most_common())
+        return f"{described_settings(self.config)}: {held}"
+
+
+def _bits_of(dtype: str) -> int:
+    """Bits of a number of a type, as safetensors names it: 8 of "F8_E4M3"."""
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 8
+
+
+def _saved(model: Any) -> Iterator[tuple[list[str], Tensor]]:
+    """The parameters and saved buffers of a model, each with all its names."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    for key, tensor in tensors.items():
+        yield names[key], tensor
+
+
+def _other_names(model: Any, plain: Mapping[str, str]) -> set[str]:
+    """All names of the parameters in ``plain``: a file may have a tied one twice."""
+    return {name for names, _ in _saved(model) if names[0] in plain for name in names}
+
+
+def set_weight(model: Any, name: str, values: Tensor) -> None:
+    """Set a parameter or a buffer of ``model`` by its name."""
+    owner, _, last = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if last in module._buffers:
+        module._buffers[last] = values
+    else:
+        setattr(module, last, nn.Parameter(values, requires_grad=False))
+
+
+def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """The ``quantization_config`` of a configuration; empty where it has none."""
+    given = getattr(config, "quantization_config", None)
+    if given is None:
+        return {}
+    return dict(given if isinstance(given, Mapping) else given.to_dict())
+
+
+def is_quantised(config: PreTrainedConfig) -> bool:
+    """Whether one of :data:`METHODS` has quantised the weights of a model of this configuration."""
+    return settings_of(config).get("quant_method") in METHODS
+
+
+def described_settings(config: PreTrainedConfig) -> str:
+    """How a model of this configuration was quantised: "gptq in 4 bits, groups of 128"."""
+    settings = settings_of(config)
+    method, groups = settings.get("quant_method"), settings.get("config_groups") or {}
+    if method in ("gptq", "awq"):
+        size = settings.get("group_size", -1)
+        groups_of = f"groups of {size}" if size > 0 else "a group for each output"
+        order = ", with an order of inputs" if settings.get("desc_act") else ""
+        return f"{method} in {settings.get('bits')} bits, {groups_of}{order}"
+    if method == "fp8":
+        block = settings.get("weight_block_size")
+        return "fp8, " + (
+            f"a scale for {block[0]}x{block[1]} weights" if block else "a scale for each matrix"
+        )
+    weights = [each.get("weights") or {} for each in groups.values() if isinstance(each, Mapping)]
+    bits = " and ".join(sorted({f"{each.get('type')} of {each.get('num_bits')} bits" for each in weights}))
+    sizes = sorted({str(each.get("group_size") or each.get("strategy")) for each in weights})
+    return f"{method} ({settings.get('format')}), {bits}, a scale for each {' or '.join(sizes)}"

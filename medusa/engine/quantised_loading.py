@@ -1,0 +1,328 @@
+"""Loads a quantised base, a GGUF file or a directory, into modules that hold its weights in their own bits.
+
+Whole numbers are held as :mod:`medusa.engine.group_quantised` holds them, and multiplied in whole numbers,
+except with ``engine="packed"``: in float32. FP8 is no whole number: it is widened to bfloat16. What is not
+quantised is packed as that of any base. One block of layers is read at a time, and its pages of the file are
+given back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from medusa.base.architecture_check import check_decodable
+from medusa.base.causal_lm import CausalLM, embedding_rows, lm_head
+from medusa.base.gguf_file import FLOAT_TYPES, GGUFFile, TensorEntry, type_name
+from medusa.base.loading import (
+    BaseSource,
+    gguf_model,
+    load_widened,
+    quantised_directory,
+    source_arguments,
+)
+from medusa.base.quantised_directory import QuantisedDirectory, set_weight
+from medusa.base.quantised_forms import QuantisedLayer, QuantisedMatrix
+from medusa.console import counted, gigabytes, log_console, megabytes
+from medusa.engine.file_weights import (
+    NarrowEmbedding,
+    QuantisedEmbedding,
+    is_narrow,
+    packed_rest,
+    placeholder,
+    released_pages,
+)
+from medusa.engine.group_quantised import (
+    PACKED_TYPES,
+    GroupQuantisedLinear,
+    GroupQuantisedLMHead,
+    GroupQuantisedMatmul,
+    QuantisedRows,
+)
+from medusa.engine.kernels import kernels_unsupported_reason
+from medusa.engine.views import joinable_linears, pack_linears, share_product
+from medusa.hardware import available_memory
+from medusa.options import Engine
+
+if TYPE_CHECKING:
+    from medusa.base.gguf_model import NamedWeight
+
+SPARE_BYTES = 400 * 2**20
+"""Memory that a start takes beside the weights: caches, the first pass, heads."""
+ReadsWeight = Callable[[], QuantisedRows | Tensor]
+"""Reads the weight of a module: in whole numbers, or as plain numbers (out, in)."""
+
+
+def load_quantised(source: BaseSource, engine: Engine) -> CausalLM:
+    """The base at ``source``, which is quantised, its matrices held as its files have them.
+
+    They are multiplied in whole numbers, except with ``engine="packed"``: in float32. With
+    ``engine="eager"``, or where there are no kernels, all is widened.
+
+    Raises:
+        ValueError: a file is not what it says, or in a form that is not read; or trees cannot be verified on
+            its model.
+        MemoryError: there is too little memory for it; the message says what would fit.
+    """
+    is_widened = engine == "eager" or kernels_unsupported_reason() is not None
+    if source.gguf is None:
+        directory = quantised_directory(source)
+        return (
+            _widened_directory(source, directory)
+            if is_widened
+            else _held_directory(source, directory, engine)
+        )
+    if is_widened:
+        shapes = [each.shape for each in source.gguf.tensors.values()]
+        _check_fits(source.name, "eager", 4 * sum(map(math.prod, shapes)))
+        return load_widened(source, torch.float32)
+    return _held_file(source, source.gguf, engine)
+
+
+# ------------------------------------------------------------------ directories
+
+
+def _widened_directory(source: BaseSource, directory: QuantisedDirectory) -> CausalLM:
+    arguments = source_arguments(source.arguments)
+    model = directory.empty_model(**arguments)
+    directory.quantised_layers(model)
+    _check_fits(source.name, "eager", 4 * sum(each.numel() for each in model.parameters()))
+    return directory.load_widened(torch.float32, **arguments)
+
+
+def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: Engine) -> CausalLM:
+    base = directory.empty_model(**source_arguments(source.arguments))
+    layers = directory.quantised_layers(base)
+    plain = directory.plain_names(base, layers)
+    num_bytes = sum(directory.tensors[stored].num_bytes for stored in plain.values())
+    _check_fits(source.name, engine, num_bytes + sum(_bytes_held(each, engine) for each in layers.values()))
+    check_decodable(base)
+    modules = dict(base.named_modules())
+    for name, stored in plain.items():
+        values, module = directory.tensor(stored), modules[name.rpartition(".")[0]]
+        is_matrix = isinstance(module, (nn.Linear, nn.Embedding)) and values.dim() == 2
+        set_weight(base, name, values if is_matrix else values.float())
+    if source.config.get_text_config(decoder=True).tie_word_embeddings:
+        base.tie_weights()
+    release = released_pages()
+    head, widened = lm_head(base), list[QuantisedLayer]()
+
+    def reads(layer: QuantisedLayer) -> ReadsWeight:
+        return lambda: _weight(directory, layer, modules[layer.name] is head, release, widened)
+
+    rows = None if any(modules[name] is head for name in layers) else embedding_rows(head)
+    by_module = {id(modules[name]): reads(layer) for name, layer in layers.items()}
+    int8 = engine == "int8" and all(each.form == "fp8" for each in layers.values())
+    for parent in list(base.modules()):
+        _hold_quantised(parent, by_module, head, engine != "packed", int8, release)
+    if widened:
+        size = megabytes(sum(4 * each.num_weights for each in widened))
+        log_console().print(
+            f"{counted(len(widened), 'weight')} widened to float32, with scales that no other type holds or "
+            f"of an LM head with an order of inputs: {size}",
+            style="dim",
+            soft_wrap=True,
+        )
+    return packed_rest(base, int8, rows, release)
+
+
+def _bytes_held(layer: QuantisedLayer, engine: Engine) -> int:
+    """Memory that the weight of a layer takes, about: scales and zeros are there for each 32 numbers."""
+    if layer.form == "fp8":
+        return layer.num_weights * (1 if engine == "int8" else 2)
+    return layer.num_weights * (4 * layer.bits + 3) // 32
+
+
+def _weight(
+    directory: QuantisedDirectory,
+    layer: QuantisedLayer,
+    is_head: bool,
+    release: Callable[[Tensor], Tensor],
+    widened: list[QuantisedLayer],
+) -> QuantisedRows | Tensor:
+    """The weight of a layer as it is held; ``widened`` gets the layer where that is in float32."""
+    parts = directory.parts(layer)
+    weight = directory.weight(layer, parts)
+    if isinstance(weight, QuantisedMatrix):
+        rows = None if is_head and weight.input_order is not None else QuantisedRows.of(weight)
+        if rows is None:
+            widened.append(layer)
+        weight = weight.widened() if rows is None else rows
+    for part in parts.values():
+        release(part)
+    return weight
+
+
+# ------------------------------------------------------------------ GGUF files
+
+
+def _held_file(source: BaseSource, file: GGUFFile, engine: Engine) -> CausalLM:
+    model = gguf_model()
+    base = model.empty_model(file, source.config)
+    weights = model.placed_weights(file, base)
+    quantised = _file_modules(file, base, weights)
+    held = {weights[name].source for name in quantised if name in weights}
+    plain = _file_floats(file, base, weights)
+    held |= {weights[name].source for name in plain}
+    others = {name: each for name, each in file.tensors.items() if name not in held}
+    num_widened = sum(math.prod(each.shape) for each in others.values())
+    _check_fits(source.name, engine, sum(file.tensors[name].num_bytes for name in held) + 4 * num_widened)
+    _say_what_is_widened(others)
+    check_decodable(base)
+    for name, values in plain.items():
+        set_weight(base, name, values)
+    rest = {name: each for name, each in weights.items() if name not in quantised and name not in plain}
+    model.fill(base, file, rest, torch.float32)
+    if source.config.get_text_config(decoder=True).tie_word_embeddings:
+        base.tie_weights()
+    release = released_pages()
+    head = lm_head(base)
+    rows = None if any(module is head for module, _ in quantised.values()) else embedding_rows(head)
+    by_module = {id(module): _given(of_file) for module, of_file in quantised.values()}
+    for parent in list(base.modules()):
+        _hold_quantised(parent, by_module, head, engine != "packed", False, release)
+    model.check_filled(base, file)
+    return packed_rest(base, False, rows, release)
+
+
+def _given(rows: QuantisedRows) -> ReadsWeight:
+    return lambda: rows
+
+
+def _file_modules(
+    file: GGUFFile, base: CausalLM, weights: Mapping[str, NamedWeight]
+) -> dict[str, tuple[nn.Module, QuantisedRows]]:
+    """The linear layers and embeddings of ``base`` that can hold their weight as the file has it, by the name
+    of that weight."""
+    modules = dict(base.named_modules())
+    found: dict[str, tuple[nn.Module, QuantisedRows]] = {}
+    for name, weight in weights.items():
+        entry = file.tensors[weight.source]
+        module = modules[name.rpartition(".")[0]]
+        is_matrix = name.endswith(".weight") and len(entry.shape) == 2
+        if (
+            not is_matrix
+            or not isinstance(module, (nn.Linear, nn.Embedding))
+            or entry.type not in PACKED_TYPES
+        ):
+            continue
+        if entry.shape != module.weight.shape:
+            raise ValueError(
+                f"{entry.file}: tensor {entry.name!r} must have shape {tuple(module.weight.shape)}, as the "
+                f"file's metadata say, got {entry.shape}"
+            )
+        order = weight.row_order(entry.shape[0])
+        if order is None:
+            continue
+        is_same = torch.equal(order, torch.arange(len(order)))
+        if not is_same and (isinstance(module, nn.Embedding) or module is lm_head(base)):
+            continue
+        rows = QuantisedRows(file.rows(entry.name), entry.type, entry.shape[1], None if is_same else order)
+        found[name] = (module, rows)
+        if module is base.get_input_embeddings() and lm_head(base).weight is module.weight:
+            found["tied"] = (lm_head(base), rows)
+    return found
+
+
+def _file_floats(file: GGUFFile, base: CausalLM, weights: Mapping[str, NamedWeight]) -> dict[str, Tensor]:
+    """The matrices of ``base`` that are floats in the file, in their own type, by name."""
+    modules = dict(base.named_modules())
+    found = {}
+    for name, weight in weights.items():
+        entry, module = file.tensors[weight.source], modules[name.rpartition(".")[0]]
+        is_matrix = isinstance(module, (nn.Linear, nn.Embedding)) and len(entry.shape) == 2
+        if not is_matrix or not name.endswith(".weight") or entry.type not in FLOAT_TYPES:
+            continue
+        order = weight.row_order(entry.shape[0])
+        if order is not None and entry.shape == module.weight.shape:
+            values = file.plain(entry.name)
+            is_same = torch.equal(order, torch.arange(len(order)))
+            found[name] = values if is_same else values[order]
+    return found
+
+
+def _say_what_is_widened(others: Mapping[str, TensorEntry]) -> None:
+    """Tell of matrices that cannot be held in their own bits, and what they take."""
+    large = [each for each in others.values() if len(each.shape) > 1]
+    if large:
+        kinds = ", ".join(sorted({type_name(each.type) for each in large}))
+        log_console().print(
+            f"{counted(len(large), 'tensor')} of type {kinds}, widened to float32: "
+            f"{megabytes(sum(4 * math.prod(each.shape) for each in large))} in place of "
+            f"{megabytes(sum(each.num_bytes for each in large))}",
+            style="dim",
+            soft_wrap=True,
+        )
+
+
+def _hold_quantised(
+    parent: nn.Module,
+    quantised: Mapping[int, ReadsWeight],
+    head: nn.Module,
+    in_whole_numbers: bool,
+    int8: bool,
+    release: Callable[[Tensor], Tensor],
+) -> None:
+    """Replace the modules directly below ``parent`` that are in ``quantised``, by their identity. Those whose
+    weight is read as plain numbers are packed as :func:`medusa.engine.views.pack_linears` does."""
+    children = dict(parent.named_children())
+    read = {child: quantised[id(child)]() for child in children.values() if id(child) in quantised}
+    plain = {child: weight for child, weight in read.items() if isinstance(weight, Tensor)}
+    rows = {child: weight for child, weight in read.items() if isinstance(weight, QuantisedRows)}
+    made = _joined(parent, rows, in_whole_numbers)
+    for name, child in children.items():
+        if child not in rows:
+            if isinstance(child, nn.Embedding) and is_narrow(child.weight):
+                setattr(parent, name, NarrowEmbedding(child))
+            continue
+        new = made.get(child)
+        if new is None and isinstance(child, nn.Embedding):
+            setattr(parent, name, QuantisedEmbedding(child, rows[child]))
+            continue
+        if new is None:
+            kind = GroupQuantisedLMHead if child is head else GroupQuantisedLinear
+            new = kind(cast(nn.Linear, child), rows[child], in_whole_numbers)
+        del new.weight
+        new.weight = placeholder(cast(Tensor, child.weight))
+        setattr(parent, name, new)
+        release(rows[child].rows)
+    for child, weight in plain.items():
+        child.weight = nn.Parameter(weight, requires_grad=False)
+    if plain:
+        pack_linears(parent, int8, release)
+
+
+def _joined(
+    parent: nn.Module, rows: Mapping[nn.Module, QuantisedRows], in_whole_numbers: bool
+) -> dict[nn.Module, nn.Module]:
+    """Replacements of the linear layers below ``parent`` that read one input, in one order."""
+    made: dict[nn.Module, nn.Module] = {}
+    for linears in joinable_linears(parent):
+        weights = [rows[linear] for linear in linears if linear in rows]
+        if len(weights) < len(linears) or not _have_one_order(weights):
+            continue
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        product = GroupQuantisedMatmul(weights, torch.cat(biases) if biases else None, in_whole_numbers)
+        made.update(zip(linears, share_product(linears, product), strict=True))
+    return made
+
+
+def _have_one_order(weights: Sequence[QuantisedRows]) -> bool:
+    first, *others = (each.input_order for each in weights)
+    if first is None:
+        return all(each is None for each in others)
+    return all(each is not None and torch.equal(first, each) for each in others)
+
+
+def _check_fits(name: str, engine: Engine, num_bytes: int) -> None:
+    """Raise MemoryError where ``num_bytes`` of weights find no place beside what runs here."""
+    free, needed = available_memory(), num_bytes + SPARE_BYTES
+    if free is not None and needed > free:
+        raise MemoryError(
+            f"base {name!r} takes {gigabytes(needed)} with engine={engine!r}, and {gigabytes(free)} of "
+            "memory are free; choose a smaller file, or leave engine to be chosen"
+        )
