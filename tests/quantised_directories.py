@@ -1,7 +1,7 @@
 """Tiny random models in directories with a ``quantization_config``, in each form that is read.
 
-Tensors are packed by the definitions of the formats, a word at a time; the numbers that they mean are computed
-beside them, by scale (code - zero).
+Tensors are packed by the definitions of the formats, a word at a time; the numbers that they mean are
+computed beside them, by scale (code - zero).
 """
 
 from __future__ import annotations
@@ -232,19 +232,19 @@ def write_directory(
     """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    config = CONFIGS[architecture](
-        vocab_size=VOCAB_SIZE,
-        hidden_size=HIDDEN,
-        intermediate_size=352 if form == "fp8, blocks" else INTERMEDIATE,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=is_tied,
-        eos_token_id=258,
-        bos_token_id=256,
-        **more,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 352 if form == "fp8, blocks" else INTERMEDIATE,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": is_tied,
+        "eos_token_id": 258,
+        "bos_token_id": 256,
+    }
+    config = CONFIGS[architecture](**{**sizes, **more})
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     own, quantise = FORMS[form]
     tensors = {}

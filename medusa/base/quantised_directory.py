@@ -73,7 +73,7 @@ class QuantisedDirectory:
     """
 
     def __init__(self, name: str, config: PreTrainedConfig, files: Sequence[Path]):
-        self.name, self.settings = name, settings_of(config)
+        self.name, self.settings, self._told = name, settings_of(config), described_settings(config)
         self.config = copy.deepcopy(config)
         """The configuration of the model that was quantised."""
         del self.config.quantization_config
@@ -275,7 +275,9 @@ class QuantisedDirectory:
         named = [self.settings.get("weight_block_size")]
         named += [(each.get("weights") or {}).get("block_structure") for each in self._schemes]
         blocks = [(int(each[0]), int(each[1])) for each in named if each]
-        for block in [*blocks, (-(-num_outputs // rows), -(-num_inputs // columns))]:
+        if rows in (1, num_outputs) and num_inputs % columns == 0:  # of channels, or of the matrix
+            blocks.append((num_outputs // rows, num_inputs // columns))
+        for block in blocks:
             if len(scales) < 3 and (rows, columns) == (
                 -(-num_outputs // block[0]),
                 -(-num_inputs // block[1]),
@@ -364,7 +366,7 @@ class QuantisedDirectory:
             is_quantised = self._form_of(name.rpartition(".")[0]) and not name.endswith(".bias")
             sizes["quantised layers" if is_quantised else stored.dtype] += stored.num_bytes
         held = ", ".join(f"{megabytes(size)} of {name}" for name, size in sizes.most_common())
-        return f"{described_settings(self.config)}: {held}"
+        return f"{self._told}: {held}"
 
 
 def _bits_of(dtype: str) -> int:

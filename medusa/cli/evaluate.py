@@ -12,7 +12,7 @@ import tyro
 from torch import Tensor
 
 from medusa.base.causal_lm import vocab_size
-from medusa.base.loading import BaseSource, find_base
+from medusa.base.loading import BaseSource, find_base, is_held_quantised
 from medusa.cli.loading import (
     answered_prompts,
     decode_prompt,
@@ -338,11 +338,11 @@ def _evaluate_engine(options: EvaluationOptions) -> list[str]:
 
 
 def _quantised_file(options: ModelOptions) -> BaseSource | None:
-    """The base, where it is a GGUF file that can be held in its own bits."""
+    """The base, where it is quantised and can be held in its own bits."""
     if options.base is None or options.engine == "eager":
         return None
     source = find_base(options.base, trust_remote_code=options.trust_remote_code)
-    is_held = source.gguf is not None and kernels_unsupported_reason() is None
+    is_held = is_held_quantised(source) and kernels_unsupported_reason() is None
     return source if is_held else None
 
 

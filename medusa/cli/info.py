@@ -18,7 +18,16 @@ from transformers.cache_utils import DynamicCache
 from medusa.assets import shipped_heads
 from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.gguf_file import GGUFFile, is_gguf, type_name
-from medusa.base.loading import BaseSource, explained_kind, find_base, load_tokenizer
+from medusa.base.loading import (
+    BaseSource,
+    explained_kind,
+    find_base,
+    is_held_quantised,
+    load_tokenizer,
+    quantised_directory,
+    source_arguments,
+)
+from medusa.base.quantised_directory import described_settings
 from medusa.base.recurrent import is_recurrent, kind_of_layer
 from medusa.cli.option_types import InfoOptions
 from medusa.cli.options import answer_command, command
@@ -37,6 +46,8 @@ def info(options: InfoOptions) -> list[str]:
     described = describe_heads(load_heads(name)) if config is None else describe_base(config)
     if source is not None and source.gguf is not None:
         described["weights"] = describe_weights(source.gguf)
+    elif source is not None and is_held_quantised(source):
+        described |= describe_directory(source)
     tokenizer = None
     if config is not None:
         try:
@@ -89,6 +100,19 @@ def describe_weights(file: GGUFFile) -> str:
     count = sum(math.prod(entry.shape) for entry in file.tensors.values())
     types = ", ".join(f"{megabytes(size)} of {name}" for name, size in sizes.most_common())
     return f"{types}: {8 * file.num_bytes / count:.2f} bits a weight, {megabytes(file.num_bytes)} in all"
+
+
+def describe_directory(source: BaseSource) -> dict[str, Any]:
+    """How a quantised directory holds its weights, and why it cannot be decoded on a CPU where that is so. Of
+    a repository on the hub its settings are told; its weights are not fetched."""
+    if not Path(source.name).is_dir():
+        return {"weights": described_settings(source.config)}
+    try:
+        directory = quantised_directory(source)
+        directory.quantised_layers(directory.empty_model(**source_arguments(source.arguments)))
+    except ValueError as error:
+        return {"weights": described_settings(source.config), "decodes": f"no: {error}"}
+    return {"weights": directory.described}
 
 
 def describe_base(config: PreTrainedConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -156,31 +156,8 @@ class GroupQuantisedLMHead(GroupQuantisedLinear, HasQuantisedRows):
             raise ValueError("rows and inputs of an LM head must stand in the file's order")
         self.register_buffer("file_rows", weight.rows.detach(), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and x.requires_grad:  # heads in training, whose loss is through it
-            return _Product.apply(x, self)
-        return super().forward(x)
+    def rows_from(self, first: int, count: int) -> Tensor:
+        return self.rows_at(torch.arange(first, min(first + count, self.width)))
 
     def rows_at(self, ids: Tensor) -> Tensor:
         return torch.ops.medusa.quantised_rows(self.file_rows, ids, self.file_type, self.num_inputs)
-
-
-ROWS_OF_A_GRADIENT = 8192
-"""Rows of a matrix that are widened at once for a gradient: 134 MB at a hidden size of 4,096."""
-
-
-class _Product(torch.autograd.Function):
-    """The product of an LM head, with the gradient of its widened rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, head: GroupQuantisedLMHead) -> Tensor:
-        ctx.head = head
-        return torch.ops.medusa.packed_product(x.detach(), head.panels, None, head.bias, head.width)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = gradients
-        head, parts = ctx.head, []
-        for ids in torch.arange(head.width).split(ROWS_OF_A_GRADIENT):
-            parts.append(gradient[..., ids[0] : ids[-1] + 1] @ head.rows_at(ids))
-        return torch.stack(parts).sum(0), None

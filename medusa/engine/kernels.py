@@ -272,7 +272,15 @@ class PackedMatmul(nn.Module):
         self.register_buffer("scales", scales, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and x.requires_grad:  # heads in training, whose loss is through an LM head
+            return _ProductWithGradient.apply(x, self)
         return torch.ops.medusa.packed_product(x, self.panels, self.scales, self.bias, self.width)
+
+    def rows_from(self, first: int, count: int) -> Tensor:
+        """Some rows of the matrix, (count, in) float32, or those that are left."""
+        rows = self._buffers.get("rows")  # of an LM head, whose base was loaded for an engine
+        found = self.unpacked() if rows is None or self.is_int8 else rows
+        return found[first : first + count].float()
 
     @property
     def is_int8(self) -> bool:
@@ -311,6 +319,30 @@ class PackedMatmul(nn.Module):
             return torch.ops.medusa.decode_twelve(self.panels, self.width, self.num_inputs).float()
         rows = self.panels.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)[: self.width, : self.num_inputs]
         return rows.float() if self.scales is None else rows * self.scales[:, None]
+
+
+ROWS_OF_A_GRADIENT = 8192
+"""Rows of a matrix that are widened at once for a gradient: 134 MB at a hidden size of 4,096."""
+
+
+class _ProductWithGradient(torch.autograd.Function):
+    """A product, with the gradient of its widened rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, product: PackedMatmul) -> Tensor:
+        ctx.product = product
+        with torch.no_grad():
+            return product(x.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        parts = [
+            gradient[..., first : first + ROWS_OF_A_GRADIENT]
+            @ ctx.product.rows_from(first, ROWS_OF_A_GRADIENT)
+            for first in range(0, ctx.product.width, ROWS_OF_A_GRADIENT)
+        ]
+        return torch.stack(parts).sum(0), None
 
 
 class PackedLinear(PackedMatmul):

@@ -114,8 +114,12 @@ def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: E
     def reads(layer: QuantisedLayer) -> ReadsWeight:
         return lambda: _weight(directory, layer, modules[layer.name] is head, release, widened)
 
-    rows = None if any(modules[name] is head for name in layers) else embedding_rows(head)
     by_module = {id(modules[name]): reads(layer) for name, layer in layers.items()}
+    rows = None if id(head) in by_module else embedding_rows(head)
+    if rows is None:
+        of_head = by_module[id(head)]()
+        by_module[id(head)] = lambda: of_head
+        rows = of_head if isinstance(of_head, Tensor) else None
     int8 = engine == "int8" and all(each.form == "fp8" for each in layers.values())
     for parent in list(base.modules()):
         _hold_quantised(parent, by_module, head, engine != "packed", int8, release)

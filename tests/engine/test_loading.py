@@ -38,7 +38,7 @@ from medusa.base import architecture_check
 from medusa.base.causal_lm import embedding_rows, lm_head
 from medusa.base.loading import find_base, load_base
 from medusa.drafters.registry import DrafterFactory, DrafterSettings
-from medusa.engine import kernels, loading
+from medusa.engine import file_weights, kernels, loading
 from medusa.engine.loading import FileSizes, load_for_engine
 from medusa.engine.views import packed_as, view_of
 from medusa.heads.fingerprint import BaseFingerprint
@@ -239,7 +239,7 @@ def test_pages_of_a_file_from_the_hub_are_given_back_too(tmp_path):
     (directory / WEIGHTS).symlink_to(blob)
     base = load_for_engine(directory, "packed")
     start = embedding_rows(base.get_input_embeddings()).data_ptr()
-    assert any(low <= start < high for low, high in loading._mapped_files())
+    assert any(low <= start < high for low, high in file_weights._mapped_files())
 
 
 PEAK = """

@@ -1,10 +1,12 @@
-"""Heads that are trained on a base in a GGUF file, with the states that decoding computes."""
+"""Heads that are trained on a quantised base, with the states that decoding computes."""
 
 import pytest
 import torch
 from conftest import needs_kernels
 from gguf import GGMLQuantizationType as Type
+from quantised_directories import HIDDEN, write_directory
 from quantised_files import write_model
+from tiny_chat import chat_tokenizer
 from tiny_training import configuration_of, counting_rows, write_rows
 
 from medusa.base.causal_lm import lm_head
@@ -61,3 +63,32 @@ def test_the_loss_through_a_quantised_lm_head_has_the_gradient_of_its_numbers(fi
     (ours,) = torch.autograd.grad((head(x) * direction).sum(), x)
     (theirs,) = torch.autograd.grad((widened(x) * direction).sum(), x)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_stored", [False, True], ids=["live", "stored"])
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_heads_learn_on_a_quantised_directory_whose_lm_head_is_not(tmp_path, is_stored):
+    base = tmp_path / "base"
+    write_directory(base, "w4a16", vocab_size=300)
+    chat_tokenizer().save_pretrained(base)
+    rows = write_rows(tmp_path / "rows.jsonl", counting_rows(20))
+    options = {"data": rows, "num_heads": 2, "max_steps": 3, "tokens_per_batch": 1024}
+    options |= {"output_dir": tmp_path / "run", "cache_hidden_states": is_stored, "unembedding": "shared"}
+    job.train(configuration_of(base=base, **options))
+    assert load_heads(tmp_path / "run" / "heads").provenance["metrics"]["held_out/loss"] > 0
+
+
+def test_the_base_of_a_run_in_a_directory_computes_as_decoding_does_also_without_its_layers(tmp_path):
+    expected, device = write_directory(tmp_path, "gptq, zeros"), torch.device("cpu")
+    live = load_live(BaseOptions(str(tmp_path)), device)
+    ids = torch.arange(12)[None]
+    assert torch.equal(live.base(ids).logits, load_for_engine(tmp_path, "auto")(ids).logits)
+    ends = load_without_layers(BaseOptions(str(tmp_path)), device)
+    hidden = torch.randn(2, HIDDEN)
+    assert torch.equal(lm_head(ends)(hidden), lm_head(live.base)(hidden))
+    narrow = load_live(BaseOptions(str(tmp_path), base_dtype="bfloat16"), device)
+    assert narrow.base.dtype == torch.bfloat16
+    x, direction = torch.randn(3, HIDDEN, requires_grad=True), torch.randn(3, 260)
+    (ours,) = torch.autograd.grad((lm_head(live.base)(x) * direction).sum(), x)
+    (theirs,) = torch.autograd.grad((expected.lm_head(x) * direction).sum(), x)
+    torch.testing.assert_close(ours, theirs)

@@ -110,7 +110,7 @@ def load_live(
     """
     source = loading.find_base(options.base, trust_remote_code=options.trust_remote_code)
     base: Any
-    if source.gguf is not None and _is_held_quantised(options, device):
+    if loading.is_held_quantised(source) and _is_held_in_its_bits(options, device):
         base = load_for_engine(source, "auto")  # the states that decoding will compute
     else:
         base = loading.load_base(
@@ -161,8 +161,8 @@ def load_without_layers(options: BaseOptions, device: torch.device) -> CausalLM:
         if isinstance(value, list | tuple) and len(value) == count:
             setattr(text, key, type(value)())
     text.num_hidden_layers = 0
-    if found.gguf is not None:
-        return _with_settings(_file_without_layers(found, options, device), whole).to(device)
+    if loading.is_held_quantised(found) and (found.gguf is not None or device.type == "cpu"):
+        return _with_settings(_quantised_without_layers(found, options, device), whole).to(device)
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # the layers that are left out are no surprise
     try:
@@ -190,18 +190,18 @@ def load_without_layers(options: BaseOptions, device: torch.device) -> CausalLM:
     return _with_settings(base, whole).to(device)
 
 
-def _file_without_layers(found: BaseSource, options: BaseOptions, device: torch.device) -> CausalLM:
-    """As :func:`load_without_layers`, of a GGUF file whose configuration knows of no layers."""
-    assert found.gguf is not None
-    tensors = {name: each for name, each in found.gguf.tensors.items() if not name.startswith("blk.")}
-    found = replace(found, gguf=replace(found.gguf, tensors=tensors))
-    if _is_held_quantised(options, device):
+def _quantised_without_layers(found: BaseSource, options: BaseOptions, device: torch.device) -> CausalLM:
+    """As :func:`load_without_layers`, of a quantised base whose configuration knows of no layers."""
+    if found.gguf is not None:
+        tensors = {name: each for name, each in found.gguf.tensors.items() if not name.startswith("blk.")}
+        found = replace(found, gguf=replace(found.gguf, tensors=tensors))
+    if _is_held_in_its_bits(options, device):
         return load_for_engine(found, "auto")
     return loading.load_base(found, dtype=_dtype(options, device))
 
 
-def _is_held_quantised(options: BaseOptions, device: torch.device) -> bool:
-    """Whether a GGUF file is held in its own bits: where decoding does so by default."""
+def _is_held_in_its_bits(options: BaseOptions, device: torch.device) -> bool:
+    """Whether a quantised base is held in its own bits: where decoding does so by default."""
     return device.type == "cpu" and options.base_dtype in ("auto", "float32")
 
 

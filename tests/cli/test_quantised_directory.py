@@ -1,0 +1,48 @@
+"""Commands on a base in a directory that is quantised."""
+
+import json
+
+import pytest
+from conftest import needs_kernels
+from quantised_directories import of_gptq, write_directory
+
+from medusa.cli.main import main
+
+pytestmark = needs_kernels
+
+
+def reported(capsys):
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        ("gptq, order", "gptq in 4 bits, groups of 128, with an order of inputs: "),
+        ("awq", "awq in 4 bits, groups of 128: "),
+        ("w8a16", "compressed-tensors (pack-quantized), int of 8 bits, a scale for each channel: "),
+        ("fp8, blocks", "fp8, a scale for 128x128 weights: "),
+    ],
+)
+def test_info_says_the_form_and_what_it_takes(form, told, tmp_path, capsys):
+    write_directory(tmp_path / "model", form)
+    assert main(["info", str(tmp_path / "model"), "--json"]) == 0
+    found = reported(capsys)
+    assert found["model"] == "LlamaForCausalLM" and found["decodes"] == "yes"
+    assert found["weights"].startswith(told)
+    assert " MB of quantised layers, " in found["weights"] and " MB of BF16" in found["weights"]
+
+
+def test_info_says_why_a_directory_cannot_be_decoded(tmp_path, capsys):
+    write_directory(tmp_path / "model", settings=of_gptq(3))
+    assert main(["info", str(tmp_path / "model"), "--json"]) == 0
+    found = reported(capsys)
+    assert found["weights"] == "gptq in 3 bits, groups of 128"
+    assert found["decodes"].startswith("no: base ") and "must be 4 or 8, got 3" in found["decodes"]
+
+
+def test_a_form_that_is_not_read_is_one_sentence(tmp_path, capsys):
+    write_directory(tmp_path / "model", settings=of_gptq(3))
+    assert main(["chat", "--base", str(tmp_path / "model")]) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
