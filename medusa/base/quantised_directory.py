@@ -45,6 +45,8 @@ FLOATS = ("BF16", "F16", "F32")
 """Types of tensors that are not quantised, and of scales, as safetensors names them."""
 PACKED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 """Formats of compressed-tensors that are read; "mixed-precision" has one for each group of layers."""
+PLACES = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
+"""Arguments that say where files come from."""
 UNUSED = re.compile(
     r"\.(input_scale|output_scale|activation_scale|[qkv]_scale|input_zero_point|rotary_emb\.inv_freq)$"
 )
@@ -103,10 +105,10 @@ class QuantisedDirectory:
                 or lacks one.
         """
         self._check_settings()
-        linears = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+        linears = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
         forms = {name: self._form_of(name) for name in linears}
         found = {
-            name: self._layer(name, form, tuple(linears[name].weight.shape))
+            name: self._layer(name, form, (linears[name].out_features, linears[name].in_features))
             for name, form in forms.items()
             if form is not None
         }
@@ -165,13 +167,8 @@ class QuantisedDirectory:
             formats = [given.get("format"), *(each["format"] for each in schemes if each.get("format"))]
             rules += [("format", each, PACKED_FORMATS) for each in formats]
             for weights in (each.get("weights") or {} for each in schemes):
-                rules.append(
-                    (
-                        "num_bits",
-                        weights.get("num_bits", 8),
-                        (8,) if weights.get("type") == "float" else (4, 8),
-                    )
-                )
+                bits = (8,) if weights.get("type") == "float" else (4, 8)
+                rules.append(("num_bits", weights.get("num_bits", 8), bits))
             sparse = (given.get("sparsity_config") or {}).get("format", "dense")
             rules.append(("sparsity_config.format", sparse, ("dense",)))
             rules.append(("transform_config", bool(given.get("transform_config")), (False,)))
@@ -278,10 +275,8 @@ class QuantisedDirectory:
         if rows in (1, num_outputs) and num_inputs % columns == 0:  # of channels, or of the matrix
             blocks.append((num_outputs // rows, num_inputs // columns))
         for block in blocks:
-            if len(scales) < 3 and (rows, columns) == (
-                -(-num_outputs // block[0]),
-                -(-num_inputs // block[1]),
-            ):
+            grid = (-(-num_outputs // block[0]), -(-num_inputs // block[1]))
+            if len(scales) < 3 and (rows, columns) == grid:
                 return block
         raise self._refused(f"{layer.name!r} has scales of shape {scales} for a weight of {layer.shape}")
 
@@ -337,8 +332,9 @@ class QuantisedDirectory:
                 self.config, dtype=torch.float32, trust_remote_code=is_trusted
             )
         model.tie_weights()
+        places = {key: each for key, each in arguments.items() if key in PLACES}  # others become settings
         with suppress(OSError):  # most have one
-            model.generation_config = GenerationConfig.from_pretrained(self.name, **arguments)
+            model.generation_config = GenerationConfig.from_pretrained(self.name, **places)
         return model.eval()
 
     def load_widened(self, dtype: torch.dtype, **arguments: Any) -> Any:

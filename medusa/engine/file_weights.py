@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import inspect
 import mmap
 import sys
 from collections.abc import Callable, Iterator
@@ -84,6 +85,15 @@ _OF_EMBEDDINGS = ("num_embeddings", "embedding_dim", "embed_scale", "scalar_embe
 """Attributes of an embedding that code reads besides its weight."""
 
 
+def is_lookup(module: nn.Module) -> bool:
+    """Whether ``module`` is an embedding that is a function of only token ids."""
+    return (
+        isinstance(module, nn.Embedding)
+        and len(inspect.signature(module.forward).parameters) == 1
+        and module.max_norm is None
+    )
+
+
 def is_narrow(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.bfloat16, torch.float16)
 
@@ -111,6 +121,14 @@ def packed_rest(
         output.weight = nn.Parameter(weight, requires_grad=False)
     base.save_pretrained = _refuse_to_save
     return base
+
+
+@torch.no_grad()
+def misses_weights(base: CausalLM) -> bool:
+    """Whether code of ``base`` reads a weight without calling its module, and so would find the
+    placeholder."""
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    return bool(base(input_ids=ids, use_cache=False).logits.isnan().any())
 
 
 def _refuse_to_save(*given: Any, **named: Any) -> None:

@@ -13,7 +13,6 @@ the weights themselves need a base that was loaded in the ordinary way, with ``e
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -39,7 +38,14 @@ from medusa.base.loading import (
     weight_files,
 )
 from medusa.console import gigabytes
-from medusa.engine.file_weights import NarrowEmbedding, is_narrow, packed_rest, released_pages
+from medusa.engine.file_weights import (
+    NarrowEmbedding,
+    is_lookup,
+    is_narrow,
+    misses_weights,
+    packed_rest,
+    released_pages,
+)
 from medusa.engine.kernels import TWELVE_BITS, kernels_unsupported_reason, uses_twelve_bits
 from medusa.engine.quantised_loading import SPARE_BYTES, load_quantised
 from medusa.hardware import available_memory
@@ -76,7 +82,7 @@ def load_for_engine(source: str | Path | BaseSource, engine: Engine, **kwargs: A
     if is_known_code and not getattr(base, "_hf_peft_config_loaded", False):
         check_decodable(base)  # what cannot be decoded may fail on packed weights in other words
         base = packed_in_place(base, int8=engine == "int8")
-        if is_tested(base) or not _misses_weights(base):
+        if is_tested(base) or not misses_weights(base):
             return base
     # what other code computes for itself while it is made, in the narrow type, cannot be computed anew; and
     # an adapter that lies beside the weights, which transformers puts on, was rounded to that type
@@ -86,12 +92,7 @@ def load_for_engine(source: str | Path | BaseSource, engine: Engine, **kwargs: A
 def packed_in_place(base: CausalLM, int8: bool = False) -> CausalLM:
     """``base``, which computes with the kernels from here on and has let its own weights go."""
     embeddings = {  # those that are a function of only token ids
-        module
-        for module in base.modules()
-        if isinstance(module, nn.Embedding)
-        and module.weight.dtype != torch.float32
-        and len(inspect.signature(module.forward).parameters) == 1
-        and module.max_norm is None
+        module for module in base.modules() if is_lookup(module) and module.weight.dtype != torch.float32
     }
     rows = embedding_rows(lm_head(base))
     kept = {id(module.weight) for module in base.modules() if type(module) in (nn.Linear, Conv1D)}
@@ -101,14 +102,6 @@ def packed_in_place(base: CausalLM, int8: bool = False) -> CausalLM:
             if child in embeddings:
                 setattr(module, name, NarrowEmbedding(child))
     return packed_rest(base, int8, rows, released_pages())
-
-
-@torch.no_grad()
-def _misses_weights(base: CausalLM) -> bool:
-    """Whether code of ``base`` reads a weight without calling its module, and so would find the
-    placeholder."""
-    ids = torch.zeros(1, 2, dtype=torch.long)
-    return bool(base(input_ids=ids, use_cache=False).logits.isnan().any())
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from medusa.base.architecture_check import check_decodable
+from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.causal_lm import CausalLM, embedding_rows, lm_head
 from medusa.base.gguf_file import FLOAT_TYPES, GGUFFile, TensorEntry, type_name
 from medusa.base.loading import (
@@ -31,7 +31,9 @@ from medusa.console import counted, gigabytes, log_console, megabytes
 from medusa.engine.file_weights import (
     NarrowEmbedding,
     QuantisedEmbedding,
+    is_lookup,
     is_narrow,
+    misses_weights,
     packed_rest,
     placeholder,
     released_pages,
@@ -104,8 +106,8 @@ def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: E
     modules = dict(base.named_modules())
     for name, stored in plain.items():
         values, module = directory.tensor(stored), modules[name.rpartition(".")[0]]
-        is_matrix = isinstance(module, (nn.Linear, nn.Embedding)) and values.dim() == 2
-        set_weight(base, name, values if is_matrix else values.float())
+        is_packed = name.endswith(".weight") and (type(module) is nn.Linear or is_lookup(module))
+        set_weight(base, name, values if is_packed else values.float())
     if source.config.get_text_config(decoder=True).tie_word_embeddings:
         base.tie_weights()
     release = released_pages()
@@ -131,7 +133,13 @@ def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: E
             style="dim",
             soft_wrap=True,
         )
-    return packed_rest(base, int8, rows, release)
+    base = packed_rest(base, int8, rows, release)
+    if not is_tested(base) and misses_weights(base):
+        raise ValueError(
+            f"engine={engine!r} needs modules that are called for their products, and {type(base).__name__} "
+            "reads weights itself; use engine='eager'"
+        )
+    return base
 
 
 def _bytes_held(layer: QuantisedLayer, engine: Engine) -> int:
@@ -151,14 +159,17 @@ def _weight(
     """The weight of a layer as it is held; ``widened`` gets the layer where that is in float32."""
     parts = directory.parts(layer)
     weight = directory.weight(layer, parts)
-    if isinstance(weight, QuantisedMatrix):
-        rows = None if is_head and weight.input_order is not None else QuantisedRows.of(weight)
-        if rows is None:
-            widened.append(layer)
-        weight = weight.widened() if rows is None else rows
+    held: QuantisedRows | Tensor | None = None
+    if isinstance(weight, Tensor):
+        held = weight
+    elif not is_head or weight.input_order is None:
+        held = QuantisedRows.of(weight)
+    if held is None:
+        widened.append(layer)
+        held = cast(QuantisedMatrix, weight).widened()
     for part in parts.values():
         release(part)
-    return weight
+    return held
 
 
 # ------------------------------------------------------------------ GGUF files

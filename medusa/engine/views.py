@@ -67,9 +67,10 @@ def pack_linears(parent: nn.Module, int8: bool, release: Callable[[Tensor], Tens
     others: dict[nn.Module, nn.Module] = {}
     for linears in joinable_linears(parent):
         others.update(zip(linears, joined(linears, int8), strict=True))
+    child: Any
     for name, child in list(parent.named_children()):
         if type(child) in (nn.Linear, Conv1D):
-            made = others[child] if child in others else PackedLinear(child, int8)
+            made: Any = others[child] if child in others else PackedLinear(child, int8)
             if release is not None:
                 del made.weight
                 made.weight = release(child.weight.detach())
