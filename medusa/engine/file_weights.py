@@ -157,6 +157,12 @@ def released_pages() -> Callable[[Tensor], Tensor]:
     return release
 
 
+def give_back_freed_memory() -> None:
+    """Give memory that was freed back to the system: glibc keeps what lies between blocks in use."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
 def _mapped_files() -> Iterator[tuple[int, int]]:
     """The addresses of mapped files in this process; empty on systems that do not report them.
 

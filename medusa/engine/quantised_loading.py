@@ -31,6 +31,7 @@ from medusa.console import counted, gigabytes, log_console, megabytes
 from medusa.engine.file_weights import (
     NarrowEmbedding,
     QuantisedEmbedding,
+    give_back_freed_memory,
     is_lookup,
     is_narrow,
     misses_weights,
@@ -134,6 +135,7 @@ def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: E
             soft_wrap=True,
         )
     base = packed_rest(base, int8, rows, release)
+    give_back_freed_memory()  # of codes that were unpacked
     if not is_tested(base) and misses_weights(base):
         raise ValueError(
             f"engine={engine!r} needs modules that are called for their products, and {type(base).__name__} "

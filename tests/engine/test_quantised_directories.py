@@ -199,7 +199,7 @@ def test_no_draft_changes_the_text(form, architecture, engine, sampling, directo
 def test_compiled_steps_write_the_text_of_general_ones_with_any_draft(form, engine, directories):
     path, _ = directories(form)
     base = load_for_engine(path, engine)
-    heads = MedusaHeads(HeadsConfig(HIDDEN, VOCAB_SIZE, num_heads=2))
+    heads = MedusaHeads(HeadsConfig(HIDDEN, VOCAB_SIZE, num_heads=4))
     model = MedusaModel(base, heads, BUSHY, engine=engine, step="compiled")
     batch, call = prompts(2), {"max_new_tokens": 16, "do_sample": True, "seed": 1}
     plain = model.generate(**batch, **call, tree=CandidateTree.chain(0))
