@@ -5,6 +5,7 @@ import json
 import pytest
 from conftest import needs_kernels
 from quantised_directories import of_gptq, write_directory
+from tiny_chat import chat_tokenizer
 
 from medusa.cli.main import main
 
@@ -43,6 +44,35 @@ def test_info_says_why_a_directory_cannot_be_decoded(tmp_path, capsys):
 
 def test_a_form_that_is_not_read_is_one_sentence(tmp_path, capsys):
     write_directory(tmp_path / "model", settings=of_gptq(3))
-    assert main(["chat", "--base", str(tmp_path / "model")]) == 1
+    chat_tokenizer().save_pretrained(tmp_path / "model")
+    assert main(["generate", "hello", "--base", str(tmp_path / "model")]) == 1
     said = capsys.readouterr().err
-    assert "Traceback" not in said
+    assert "must be 4 or 8, got 3" in said and "Traceback" not in said
+
+
+@pytest.fixture
+def directory(tmp_path):
+    write_directory(tmp_path / "model", "w4a16, zeros", vocab_size=300)
+    chat_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_answers_are_the_same_with_drafts_and_without(directory, capsys):
+    texts = []
+    for more in (["--plain"], ["--drafter", "suffix"]):
+        flags = ["--base", str(directory), "--step", "general", "--max-new-tokens", "12", *more]
+        assert main(["generate", "the thin man and the thin", *flags]) == 0
+        told = capsys.readouterr()
+        texts.append(told.out)
+        assert "of weights packed in 4 bits" in told.err.replace("\n", " ")
+    assert texts[0] and texts[0] == texts[1]
+
+
+def test_fidelity_is_told_against_the_widened_weights(directory, tmp_path, capsys):
+    answered = tmp_path / "answered.jsonl"
+    answered.write_text(json.dumps({"prompt": "why?", "answer": "the thin man thinks"}) + "\n")
+    flags = ["--base", str(directory), "--prompts", str(answered)]
+    assert main(["evaluate", "--fidelity", *flags]) == 0
+    whole = reported(capsys)["engines"]["int8"]["kl"]
+    assert main(["evaluate", "--fidelity", "--engine", "packed", *flags]) == 0
+    assert 10 * abs(reported(capsys)["engines"]["packed"]["kl"]) < whole
