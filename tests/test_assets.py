@@ -27,7 +27,7 @@ def test_a_path_stands_for_itself_and_a_name_for_what_ships(tmp_path, monkeypatc
 def test_a_wrong_name_is_answered_with_the_nearest(given):
     with pytest.raises(FileNotFoundError, match=f"file '{given}' .*did you mean 'smollm2_demo'"):
         named_file(given, ".yaml", "file")
-    with pytest.raises(FileNotFoundError, match="give a path, or one of coding_heldout, demo_heldout, demo_prompts"):
+    with pytest.raises(FileNotFoundError, match="or one of coding_heldout, demo_heldout, demo_prompts"):
         named_file("zzz", ".jsonl", "file")
 
 

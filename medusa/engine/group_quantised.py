@@ -116,7 +116,8 @@ class GroupQuantisedLMHead(GroupQuantisedLinear, HasQuantisedRows):
         self.register_buffer("file_rows", weight.rows.detach(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and x.requires_grad:  # heads in training, whose loss is through it
+        x = x.float()  # of heads in training, autocast may have made another type
+        if torch.is_grad_enabled() and x.requires_grad:  # their loss is through it
             return _Product.apply(x, self)
         return super().forward(x)
 

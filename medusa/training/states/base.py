@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ from medusa.base import loading
 from medusa.base.architecture_check import check_decodable
 from medusa.base.causal_lm import (
     CausalLM,
+    HasQuantisedRows,
     context_length,
     hidden_states,
     lm_head,
@@ -37,6 +39,17 @@ MOST_TOKENS = 512
 tokens."""
 
 
+def has_own_arithmetic(base: CausalLM) -> bool:
+    """Whether ``base`` computes in one precision only, that of decoding: a quantised file does, for autocast
+    would round what its kernels multiply."""
+    return isinstance(lm_head(base), HasQuantisedRows)
+
+
+def own_arithmetic(base: CausalLM) -> AbstractContextManager[Any]:
+    """Within this context autocast does not reach a base that :func:`has_own_arithmetic`."""
+    return torch.autocast(base.device.type, enabled=False) if has_own_arithmetic(base) else nullcontext()
+
+
 class OnlineHiddenStates:
     """Hidden states of a base that this process runs by itself, on one device or on several."""
 
@@ -46,7 +59,7 @@ class OnlineHiddenStates:
     def __call__(self, padded: PaddedBatch, layers: tuple[int, ...] = ()) -> Tensor:
         """States (B, T, (1 + L) * D) of a micro-batch, without gradients."""
         padded = padded.to(self.base.device)
-        with torch.no_grad():
+        with torch.no_grad(), own_arithmetic(self.base):
             return hidden_states(self.base, padded.input_ids, position_ids=padded.positions, layers=layers)
 
     def finish(self) -> None:
