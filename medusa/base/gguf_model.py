@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
-from tokenizers import pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -107,6 +107,9 @@ def _config_of(file: GGUFFile) -> PreTrainedConfig:
 
 _NO_MODEL = (ValueError, TypeError, ArithmeticError, StrictDataclassError)
 """What ``transformers`` raises where settings make no model."""
+NFC_SPLITS = {"qwen2", "qwen35", "deepseek-r1-qwen"}
+"""Kinds of splits before which the tokenizers of ``transformers`` compose characters (NFC); a file does not
+say so."""
 _NO_MODELS = {"general", "tokenizer", "t5", "umt5"}
 
 
@@ -173,6 +176,8 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
                 "the model's own",
                 soft_wrap=True,
             )
+    if split in NFC_SPLITS and backend.normalizer is None:
+        backend.normalizer = normalizers.NFC()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, name_or_path=str(file.path), **settings, **more
     )

@@ -25,7 +25,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from medusa.assets import DEFAULT_HEADS, is_embedded_base, named_file, shipped_heads
+from medusa.assets import DEFAULT_HEADS, known_heads, named_file
 from medusa.console import log_console, print_list
 from medusa.files import read_yaml
 from medusa.options import (
@@ -404,9 +404,7 @@ class ModelOptions:
         """The heads that are meant; None for no heads."""
         if self.heads != DEFAULT_HEADS:
             return None if self.heads == NO_HEADS else self.heads
-        if self.base is None or is_embedded_base(self.base):
-            return EMBEDDED_HEADS
-        return self.base if self.base in shipped_heads() else None
+        return EMBEDDED_HEADS if self.base is None else known_heads(self.base)
 
     @property
     def required_heads(self) -> str:

@@ -272,7 +272,9 @@ class PackedMatmul(nn.Module):
         self.register_buffer("scales", scales, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and x.requires_grad:  # heads in training, whose loss is through an LM head
+        if x.dtype != torch.float32:  # of heads in training, autocast may have made another type
+            x = x.float()
+        if torch.is_grad_enabled() and x.requires_grad:  # their loss is through an LM head
             return _ProductWithGradient.apply(x, self)
         return torch.ops.medusa.packed_product(x, self.panels, self.scales, self.bias, self.width)
 

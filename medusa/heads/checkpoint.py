@@ -1,7 +1,8 @@
 """The heads directory: written by training, loaded for decoding.
 
     config.json         the format version, the kind of heads ("medusa", "eagle3" or "mtp"), its
-                        configuration, the base model's name and fingerprint
+                        configuration, the base model's name and fingerprint; the type of the weights,
+                        where they are whole numbers
     model.safetensors   the weights, names as in the module's state_dict()
     tree.json           the candidate tree, as rank paths, and where it came from; under "tuned", the trees
                         that were timed for a device and batch size (see medusa.trees.tuned_trees)
@@ -38,6 +39,7 @@ from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.heads.fingerprint import BaseFingerprint, warn_of_another_base
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.heads.mtp import MtpConfig, MtpHead, own_head
+from medusa.heads.stored_types import ROW_BYTES, GroupType, is_grouped, stored, widened
 from medusa.heads.tensor_files import check_finite, check_tensors, read_tensors
 from medusa.hub import hub_directory
 from medusa.trees.candidate_tree import CandidateTree
@@ -78,7 +80,18 @@ OWN_HEADS = "mtp"
 """Names the heads that the base comes with."""
 _CONTEXT = "context"
 """Key of an earlier version: the sizes of a causal layer under Medusa heads; null in all others."""
-_HEADER_KEYS = ("format_version", "kind", "base_model", FINGERPRINT, TEMPLATE, _ADAPTER, _CONTEXT)
+_WEIGHTS_TYPE = "weights_type"
+"""Key of heads whose matrices stand in their file as whole numbers: the type."""
+_HEADER_KEYS = (
+    "format_version",
+    "kind",
+    "base_model",
+    FINGERPRINT,
+    TEMPLATE,
+    _ADAPTER,
+    _CONTEXT,
+    _WEIGHTS_TYPE,
+)
 """Keys of config.json that are no part of a module's configuration."""
 _BLOCK_TENSOR = re.compile(r"blocks\.(?P<head>\d+)\.(?P<layer>\d+)\.")
 
@@ -129,22 +142,22 @@ def save_heads(
     checkpoint: HeadsCheckpoint,
     directory: str | Path,
     overwrite: bool = False,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | GroupType | None = None,
 ) -> Path:
     """Write a heads directory and return its path.
 
-    ``dtype`` is the type in which the weights are written, their own by default; :func:`load_heads` gives
-    float32 whatever it was.
+    ``dtype`` is the type in which the weights are written, their own by default: a float type, or "Q8_0" or
+    "Q4_0", which take a quarter and a seventh of the bytes of float32 (:mod:`medusa.heads.stored_types`).
+    :func:`load_heads` gives float32 whatever it was.
 
     Raises:
         FileExistsError: ``directory`` holds something and ``overwrite`` is false.
         OSError: the disk refused; the old content of ``directory`` is untouched.
         ValueError: a weight is not finite, in ``dtype`` where one is given; nothing is written.
     """
-    state = {
-        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().contiguous()
-        for name, tensor in checkpoint.heads.state_dict().items()
-    }
+    state = checkpoint.heads.state_dict()
+    check_finite(state, "the heads to save")  # of whole numbers nobody could tell
+    state = stored(state, dtype)
     check_finite(state, "the heads to save")
     with replaced_directory(directory, overwrite) as partial:
         config = {
@@ -153,6 +166,8 @@ def save_heads(
             "base_model": checkpoint.base_model,
             **asdict(checkpoint.heads.config),
         }
+        if isinstance(dtype, str):
+            config[_WEIGHTS_TYPE] = dtype
         if checkpoint.fingerprint is not None:
             config[FINGERPRINT] = checkpoint.fingerprint.as_json()
         if checkpoint.template_options:
@@ -337,7 +352,10 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
         )
     module, config_type = KINDS[kind]
     config = _strict_config(config_type, raw, config_path)
-    loaded = read_tensors(path, integers=("token_map",))
+    with torch.device("meta"):
+        heads = module(config)
+    shapes = {name: each.shape for name, each in heads.state_dict().items()}
+    loaded = _read_weights(path, raw, shapes)
     weights = {
         name: each.to(device, torch.float32 if each.is_floating_point() else None)
         for name, each in loaded.items()
@@ -351,10 +369,8 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
                     f"{config_path} says {counted}={getattr(config, counted)}, {WEIGHTS_FILE} holds {count}; "
                     "the two files do not belong together"
                 )
-    with torch.device("meta"):
-        heads = module(config)
     what = f"{config.unembedding!r} heads" if isinstance(config, HeadsConfig) else f"an {kind!r} head"
-    check_tensors(weights, {name: each.shape for name, each in heads.state_dict().items()}, what, path)
+    check_tensors(weights, shapes, what, path)
     if (size := config.token_map_size) is not None:
         try:
             weights["token_map"] = checked_token_map(config.vocab_size, size, weights["token_map"])
@@ -362,6 +378,30 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
             raise ValueError(f"{path}: {error}") from error
     heads.load_state_dict(weights, assign=True)
     return heads
+
+
+def _read_weights(
+    path: Path, raw: Mapping[str, Any], shapes: Mapping[str, torch.Size]
+) -> dict[str, torch.Tensor]:
+    """The tensors of a weights file as floats; ``raw``, the config.json, says whether they are floats
+    there."""
+    dtype = raw.get(_WEIGHTS_TYPE)
+    if dtype is None:
+        return read_tensors(path, integers=("token_map",))
+    if dtype not in list(ROW_BYTES):  # a value from a file may not be hashable
+        raise ValueError(
+            f"{path.with_name(CONFIG_FILE)} says {_WEIGHTS_TYPE}={reprlib.repr(dtype)}, this version of "
+            f"medusa reads {' and '.join(ROW_BYTES)}"
+        )
+    grouped = {name for name, shape in shapes.items() if is_grouped(shape)}
+    tensors = read_tensors(path, integers={"token_map", *grouped})
+    for name in grouped & tensors.keys():
+        try:
+            tensors[name] = widened(tensors[name], dtype, shapes[name])
+        except ValueError as error:
+            raise ValueError(f"{path}: tensor {name!r} {error}") from error
+    check_finite(tensors, str(path))
+    return tensors
 
 
 def _strict_config(config_type: type[Any], raw: Mapping[str, Any], path: Path) -> Any:

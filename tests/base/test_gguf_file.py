@@ -91,6 +91,8 @@ def test_the_tokenizer_is_the_one_that_transformers_reads(model):
     for text in ("the thin man", "Ünïcode 你好 🙂\n\n  x=12", "<|im_start|>user\nhi<|im_end|>"):
         assert ours(text)["input_ids"] == theirs(text)["input_ids"]
         assert ours.decode(ours(text)["input_ids"]) == text
+    # Qwen's own tokenizer composes characters first, which the file does not say
+    assert ours("e\u0301")["input_ids"] == ours("\u00e9")["input_ids"]
     asked = [{"role": "user", "content": "why?"}]
     assert ours.apply_chat_template(asked, add_generation_prompt=True, tokenize=False) == (
         "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"

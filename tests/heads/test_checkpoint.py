@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from damage import changed, config_says, cut, removed, says, written
+from gguf import GGMLQuantizationType, quants
 from refusals import assert_refused
 from reported import ran
 from safetensors.torch import load_file, save_file
@@ -22,9 +23,14 @@ from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, loa
 from medusa.assets import shipped_heads
 from medusa.files import check_writable_target, write_json
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
+from medusa.heads.fingerprint import relative_distance
+from medusa.heads.stored_types import stored, widened
 
 MAP = torch.tensor([20, 3, 7, 0, 11])
 TREE = CandidateTree.from_paths([(0,), (1,), (0, 2)])
+
+
+WEIGHTS, TREES, BIAS = "model.safetensors", "tree.json", "blocks.0.0.linear.bias"
 
 
 KINDS = ["shared", "full", "token_map", "eagle3"]
@@ -93,6 +99,73 @@ def test_heads_written_in_half_precision_are_loaded_in_float32(dtype, tmp_path):
         assert torch.equal(loaded[name], expected), name
 
 
+def wide_checkpoint() -> HeadsCheckpoint:
+    """Heads whose matrices are a multiple of 32 wide, so that they can be written in groups."""
+    config = HeadsConfig(64, 21, 2, unembedding="token_map", token_map_size=5, reads_path=True)
+    heads = MedusaHeads(config, token_map=range(5))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for each in heads.parameters():
+            each.normal_(std=0.1)
+    return HeadsCheckpoint(heads, "some/base")
+
+
+@pytest.mark.parametrize(("dtype", "share", "error"), [("Q8_0", 0.3, 0.006), ("Q4_0", 0.18, 0.09)])
+def test_heads_in_whole_numbers_are_near_and_small(dtype, share, error, tmp_path):
+    checkpoint = wide_checkpoint()
+    whole = save_heads(checkpoint, tmp_path / "whole")
+    small = save_heads(checkpoint, tmp_path / "small", dtype=dtype)
+    sizes = [(path / WEIGHTS).stat().st_size for path in (whole, small)]
+    assert sizes[1] < share * sizes[0]
+    loaded = load_heads(small).heads
+    assert loaded.config == checkpoint.heads.config
+    for name, tensor in checkpoint.heads.state_dict().items():
+        ours = loaded.state_dict()[name]
+        assert ours.dtype == tensor.dtype
+        if tensor.dim() == 2:
+            # the same numbers as gguf, which others read such rows with, means by them
+            rows = load_file(small / WEIGHTS)[name].numpy()
+            assert torch.equal(ours, torch.from_numpy(quants.dequantize(rows, GGMLQuantizationType[dtype])))
+            assert relative_distance(ours, tensor) < error
+        elif tensor.is_floating_point():
+            assert torch.equal(ours, tensor.half().float())
+        else:
+            assert torch.equal(ours, tensor)
+    again = save_heads(load_heads(small), tmp_path / "again", dtype=dtype)
+    assert all(
+        torch.allclose(mine, loaded.state_dict()[name], rtol=1e-2)
+        for name, mine in load_heads(again).heads.state_dict().items()
+    )
+
+
+def test_four_bits_are_nearer_than_the_usual_scale_of_a_group():
+    numbers = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    numbers[3] = 0
+    ours = widened(stored({"it": numbers}, "Q4_0")["it"], "Q4_0", numbers.shape)
+    theirs = quants.dequantize(
+        quants.quantize(numbers.numpy(), GGMLQuantizationType.Q4_0), GGMLQuantizationType.Q4_0
+    )
+    assert relative_distance(ours, numbers) < 0.96 * relative_distance(torch.from_numpy(theirs), numbers)
+    assert (ours[3] == 0).all()
+
+
+def test_whole_numbers_that_are_damaged_are_refused(tmp_path):
+    saved = save_heads(wide_checkpoint(), tmp_path / "heads", dtype="Q4_0")
+    good, config = load_file(saved / WEIGHTS), json.loads((saved / "config.json").read_text())
+    name = "blocks.0.0.linear.weight"
+    for bad, message in (
+        (good[name][:, :-18].contiguous(), "must be (64, 36) bytes to hold (64, 64) numbers in Q4_0"),
+        (torch.zeros(64, 36), "must be ... got torch.float32"),
+        (torch.full_like(good[name], 255), "must hold finite numbers"),
+    ):
+        save_file({**good, name: bad}, saved / WEIGHTS)
+        assert_refused(lambda: load_heads(saved), ValueError, f"tensor '{name}' {message}")
+    save_file(good, saved / WEIGHTS)
+    for value in ("Q9_9", ["Q4_0"]):
+        (saved / "config.json").write_text(json.dumps({**config, "weights_type": value}))
+        assert_refused(lambda: load_heads(saved), ValueError, "this version of medusa reads Q8_0 and Q4_0")
+
+
 def test_shipped_heads_are_loaded_by_name_and_listed_where_a_name_is_unknown():
     assert shipped_heads(), "some heads ship"
     for name in shipped_heads():
@@ -116,9 +189,6 @@ def test_a_tree_is_written_into_an_existing_directory_with_its_origin(saved):
     path = save_tree(saved, chain, measured_on="some text", num_positions=7)
     assert json.loads(path.read_text())["measured_on"] == "some text"
     assert load_heads(str(saved)).tree == chain
-
-
-WEIGHTS, TREES, BIAS = "model.safetensors", "tree.json", "blocks.0.0.linear.bias"
 
 
 def bias(value: Tensor | None):

@@ -1,5 +1,6 @@
 """Heads that are trained on a quantised base, with the states that decoding computes."""
 
+import numpy as np
 import pytest
 import torch
 from conftest import needs_kernels
@@ -16,6 +17,8 @@ from medusa.engine.loading import load_for_engine
 from medusa.heads.checkpoint import load_heads
 from medusa.model import MedusaModel
 from medusa.training.config import BaseOptions
+from medusa.training.data.batching import collate
+from medusa.training.data.dataset import Documents
 from medusa.training.run import job
 from medusa.training.states.base import load_live, load_without_layers
 
@@ -30,11 +33,13 @@ def file(tmp_path):
 
 @pytest.mark.parametrize("is_stored", [False, True], ids=["live", "stored"])
 @pytest.mark.parametrize("unembedding", ["shared", "token_map"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.usefixtures("fresh_accelerator")
-def test_heads_learn_on_a_quantised_file_and_know_it(file, tmp_path, is_stored, unembedding):
+def test_heads_learn_on_a_quantised_file_and_know_it(file, tmp_path, is_stored, unembedding, precision):
     rows = write_rows(tmp_path / "rows.jsonl", counting_rows(20))
     options = {"data": rows, "num_heads": 2, "max_steps": 3, "tokens_per_batch": 1024, "reads_path": True}
     options |= {"output_dir": tmp_path / "run", "cache_hidden_states": is_stored, "unembedding": unembedding}
+    options |= {"precision": precision, "objective": "kl"}
     options |= {"token_map_size": 40} if unembedding == "token_map" else {}
     job.train(configuration_of(base=file, **options))
     checkpoint = load_heads(tmp_path / "run" / "heads")
@@ -56,6 +61,15 @@ def test_the_base_of_a_run_is_held_in_the_bits_of_its_file_and_computes_as_decod
     assert narrow.base.dtype == torch.bfloat16
 
 
+def test_autocast_does_not_reach_the_base(file):
+    live, ids = load_live(BaseOptions(str(file)), torch.device("cpu")), torch.arange(12)
+    tokens = ids.numpy().astype(np.int32)
+    batch = collate(Documents(tokens, tokens >= 0, np.array([0, len(tokens)])), [[0]])
+    states = live(batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(live(batch), states)
+
+
 def test_the_loss_through_a_quantised_lm_head_has_the_gradient_of_its_numbers(file):
     head, widened = lm_head(load_for_engine(file, "auto")), load_base(file).lm_head
     x = torch.randn(3, 256, requires_grad=True)
@@ -66,14 +80,16 @@ def test_the_loss_through_a_quantised_lm_head_has_the_gradient_of_its_numbers(fi
 
 
 @pytest.mark.parametrize("is_stored", [False, True], ids=["live", "stored"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.usefixtures("fresh_accelerator")
-def test_heads_learn_on_a_quantised_directory_whose_lm_head_is_not(tmp_path, is_stored):
+def test_heads_learn_on_a_quantised_directory_whose_lm_head_is_not(tmp_path, is_stored, precision):
     base = tmp_path / "base"
     write_directory(base, "w4a16", vocab_size=300)
     chat_tokenizer().save_pretrained(base)
     rows = write_rows(tmp_path / "rows.jsonl", counting_rows(20))
     options = {"data": rows, "num_heads": 2, "max_steps": 3, "tokens_per_batch": 1024}
     options |= {"output_dir": tmp_path / "run", "cache_hidden_states": is_stored, "unembedding": "shared"}
+    options |= {"precision": precision, "objective": "kl"}
     job.train(configuration_of(base=base, **options))
     assert load_heads(tmp_path / "run" / "heads").provenance["metrics"]["held_out/loss"] > 0
 

@@ -25,10 +25,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from medusa.base.causal_lm import CausalLM, lm_head, logit_scale
+from medusa.base.causal_lm import CausalLM, HasQuantisedRows, lm_head, logit_scale
 from medusa.heads.adapter import Adapter
 from medusa.heads.autoregressive_head import AutoregressiveHead, Heads, unroll
 from medusa.heads.checkpoint import KINDS, load_heads
+from medusa.heads.draft_vocab import GatheredRows
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
 from medusa.heads.mtp import MtpHead, own_head
 from medusa.options import differences
@@ -240,6 +241,9 @@ class MedusaRecipe(Recipe):
 
     def __init__(self, configuration: TrainingConfiguration, states: HiddenStateSource, training: Documents):
         heads = new_heads(configuration, states, training)
+        head = lm_head(states.base)
+        if heads.token_map is not None and isinstance(head, HasQuantisedRows):
+            heads.scorer = GatheredRows(head, heads.token_map)  # widened once, and not for every block
         super().__init__(configuration, states, heads, HeadsLoss(heads, configuration.loss))
 
     def shard(self, mesh: DeviceMesh) -> list[nn.Parameter]:

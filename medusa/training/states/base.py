@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,7 @@ from medusa.base.causal_lm import (
 from medusa.base.loading import BaseSource
 from medusa.base.recurrent import is_recurrent
 from medusa.engine.loading import load_for_engine
+from medusa.engine.views import packed_as
 from medusa.training.config import BaseOptions, DataOptions
 from medusa.training.data.batching import PaddedBatch, collate
 from medusa.training.data.dataset import Document, Documents
@@ -37,6 +39,17 @@ MOST_TOKENS = 512
 tokens."""
 
 
+def has_own_arithmetic(base: CausalLM) -> bool:
+    """Whether ``base`` computes in one precision only, that of decoding: one whose weights are packed does,
+    for autocast would round what its kernels multiply."""
+    return packed_as(base) is not None
+
+
+def own_arithmetic(base: CausalLM) -> AbstractContextManager[Any]:
+    """Within this context autocast does not reach a base that :func:`has_own_arithmetic`."""
+    return torch.autocast(base.device.type, enabled=False) if has_own_arithmetic(base) else nullcontext()
+
+
 class OnlineHiddenStates:
     """Hidden states of a base that this process runs by itself, on one device or on several."""
 
@@ -46,7 +59,7 @@ class OnlineHiddenStates:
     def __call__(self, padded: PaddedBatch, layers: tuple[int, ...] = ()) -> Tensor:
         """States (B, T, (1 + L) * D) of a micro-batch, without gradients."""
         padded = padded.to(self.base.device)
-        with torch.no_grad():
+        with torch.no_grad(), own_arithmetic(self.base):
             return hidden_states(self.base, padded.input_ids, position_ids=padded.positions, layers=layers)
 
     def finish(self) -> None:

@@ -31,7 +31,7 @@ from medusa.training.config import DataOptions
 from medusa.training.data.batching import MicroBatch, PaddedBatch, collate, plan_in_order
 from medusa.training.data.dataset import Documents
 from medusa.training.losses import needed_states
-from medusa.training.states.base import OnlineHiddenStates
+from medusa.training.states.base import OnlineHiddenStates, has_own_arithmetic
 from medusa.training.states.format import (
     DOCUMENTS,
     DOCUMENTS_FILE,
@@ -68,7 +68,8 @@ class CachedHiddenStates(StatesDirectory):
         here."""
         self.documents, self.layers, self._base = documents, layers, base
         kind, name = base.device.type, Path(base.name_or_path)
-        has_autocast = torch.is_autocast_enabled(kind)  # the type of matrix products is then another one
+        # the type of matrix products is then another one
+        has_autocast = torch.is_autocast_enabled(kind) and not has_own_arithmetic(base)
         needed = _needed(documents, num_heads, needs_context)
         parts = (documents.tokens, documents.is_label, needed, documents.starts)
         self._parts = dict(zip(DOCUMENTS, parts, strict=True))

@@ -1,0 +1,94 @@
+"""The types in which the weights of heads stand in their file.
+
+Float types are tensors of that type. In Q8_0 and Q4_0, types of GGUF, each 32 numbers of a row share a
+float16 scale, and each number is a whole one of 8 or 4 bits: 34 or 18 bytes in place of 128. A matrix (N, D)
+is then a tensor (N, bytes of a row) uint8. All that is no matrix, or whose rows are no multiple of 32, is
+float16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+GroupType = Literal["Q8_0", "Q4_0"]
+GROUP = 32
+"""Numbers that share a scale."""
+ROW_BYTES: dict[str, int] = {"Q8_0": 34, "Q4_0": 18}
+"""Bytes of a group."""
+_SCALES_TRIED = 24
+"""Of Q4_0: how many sizes of a step are tried for each group."""
+
+
+def stored(state: Mapping[str, Tensor], dtype: torch.dtype | GroupType | None) -> dict[str, Tensor]:
+    """The tensors of a module, by name, as they are written: in ``dtype``, or in their own where it is
+    None."""
+    return {name: _stored(tensor.detach(), dtype).contiguous() for name, tensor in state.items()}
+
+
+def _stored(tensor: Tensor, dtype: torch.dtype | GroupType | None) -> Tensor:
+    if dtype is None or not tensor.is_floating_point():
+        return tensor
+    if isinstance(dtype, torch.dtype):
+        return tensor.to(dtype)
+    if not is_grouped(tensor.shape):
+        return tensor.to(torch.float16)
+    numbers = tensor.float().cpu()
+    return _in_four_bits(numbers) if dtype == "Q4_0" else _in_eight_bits(numbers)
+
+
+def is_grouped(shape: torch.Size) -> bool:
+    """Whether a tensor of that shape is written in groups."""
+    return len(shape) == 2 and shape[1] % GROUP == 0
+
+
+def widened(rows: Tensor, dtype: str, shape: torch.Size) -> Tensor:
+    """The float32 numbers of ``shape`` that ``rows`` (N, bytes) uint8 hold in groups of the type ``dtype``.
+
+    Raises:
+        ValueError: the rows are not of that size.
+    """
+    bytes_of_row = shape[1] // GROUP * ROW_BYTES[dtype]
+    if rows.dtype != torch.uint8 or tuple(rows.shape) != (shape[0], bytes_of_row):
+        raise ValueError(
+            f"must be {(shape[0], bytes_of_row)} bytes to hold {tuple(shape)} numbers in {dtype}, got "
+            f"{rows.dtype} {tuple(rows.shape)}; the files are damaged or do not belong together, get them "
+            "again"
+        )
+    from gguf import GGMLQuantizationType, quants
+
+    return torch.from_numpy(quants.dequantize(rows.numpy(), GGMLQuantizationType[dtype]))
+
+
+def _in_eight_bits(numbers: Tensor) -> Tensor:
+    from gguf import GGMLQuantizationType, quants
+
+    return torch.from_numpy(quants.quantize(numbers.numpy(), GGMLQuantizationType.Q8_0))
+
+
+def _in_four_bits(numbers: Tensor) -> Tensor:
+    """Q4_0, with the scale of each group that has the least square error, of those around the usual one.
+
+    The usual scale maps the number of the largest size to -8.
+    """
+    groups = numbers.unflatten(-1, (-1, GROUP))
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    best_error = torch.full_like(largest, torch.inf)
+    best = torch.zeros_like(largest)
+    for divisor in torch.linspace(-9.5, -6.5, _SCALES_TRIED).tolist():
+        scale = (largest / divisor).half().float()
+        error = (_codes(groups, scale) * scale - groups).square().sum(-1, keepdim=True)
+        best = torch.where(error < best_error, scale, best)
+        best_error = torch.minimum(error, best_error)
+    codes = (_codes(groups, best) + 8).to(torch.uint8)
+    pairs = codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4
+    return torch.cat([best.half().view(torch.uint8), pairs], dim=-1).flatten(-2)
+
+
+def _codes(groups: Tensor, scale: Tensor) -> Tensor:
+    """The whole numbers, -8 to 7, that times ``scale`` are nearest to ``groups``."""
+    codes = torch.where(scale == 0, torch.zeros_like(groups), groups / scale)
+    return codes.round().clamp(-8, 7)
