@@ -259,8 +259,14 @@ def quantised_directory(source: BaseSource) -> QuantisedDirectory:
     """The files of a base that is quantised and no GGUF file.
 
     Raises:
-        ValueError: there are no safetensors files, or one is damaged.
+        ValueError: there are no safetensors files, or one is damaged, or an adapter lies beside them.
     """
+    if Path(source.name, ADAPTER_CONFIG_NAME).exists():
+        raise ValueError(
+            f"base {source.name!r} is quantised and has an adapter beside its weights "
+            f"({ADAPTER_CONFIG_NAME}), which would change them; take the adapter's files out, or give the "
+            "base that it was trained on"
+        )
     with explained_damage(source.name):
         files = weight_files(source)
         if not files:

@@ -30,7 +30,7 @@ from medusa.base.causal_lm import end_ids, lm_head, rows_at
 from medusa.base.loading import find_base, load_base
 from medusa.engine.group_quantised import GroupQuantisedMatmul
 from medusa.engine.loading import load_for_engine
-from medusa.engine.views import JoinedLinear, packed_bytes
+from medusa.engine.views import JoinedLinear, packed_as, packed_bytes
 from medusa.heads.fingerprint import BaseFingerprint
 
 pytestmark = needs_kernels
@@ -173,6 +173,27 @@ def test_a_quantised_lm_head_is_held_too_and_its_rows_can_be_looked_up(form, hea
     assert torch.equal(rows_at(lm_head(base), ids).float(), numbers[ids])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("form", "engine", "held"),
+    [
+        ("w4a16", "auto", "int8"),
+        ("w4a16", "int8", "int8"),
+        ("w4a16", "packed", "packed"),
+        ("fp8, channels", "auto", "packed"),
+        ("fp8, channels", "packed", "packed"),
+        ("fp8, channels", "int8", "int8"),
+    ],
+)
+def test_whole_numbers_are_multiplied_by_themselves_and_fp8_as_bfloat16_is(form, engine, held, directories):
+    path, expected = directories(form)
+    base, ids = load_for_engine(path, engine), prompts()["input_ids"]
+    assert packed_as(base) == held
+    assert ("4 bits" in packed_bytes(base)) == (form == "w4a16")
+    error = (base(ids).logits - expected(ids).logits).norm() / expected(ids).logits.norm()
+    assert error < (0.04 if held == "int8" else 1e-5)
+
+
 # ------------------------------------------------------------------ text
 
 
@@ -195,7 +216,7 @@ def test_no_draft_changes_the_text(form, architecture, engine, sampling, directo
         assert MedusaModel(expected).generate(**batch, **call).tolist() == plain.tolist()
 
 
-@pytest.mark.parametrize(("form", "engine"), [("gptq, order", "auto"), ("w4a16, zeros", "packed")])
+@pytest.mark.parametrize(("form", "engine"), [("w4a16, zeros", "auto"), ("gptq, order", "packed")])
 def test_compiled_steps_write_the_text_of_general_ones_with_any_draft(form, engine, directories):
     path, _ = directories(form)
     base = load_for_engine(path, engine)
@@ -382,6 +403,14 @@ def test_a_directory_without_safetensors_is_refused(tmp_path):
         ValueError, match=r"awq in 4 bits, groups of 128.*safetensors files, of which it has none"
     ):
         load_for_engine(tmp_path / "model", "auto")
+
+
+def test_an_adapter_beside_quantised_weights_is_not_left_out_quietly(tmp_path):
+    write_directory(tmp_path / "model", "awq")
+    (tmp_path / "model" / "adapter_config.json").write_text("{}")
+    for engine in ("auto", "eager"):
+        with pytest.raises(ValueError, match=r"has an adapter beside its weights \(adapter_config.json\)"):
+            load_for_engine(tmp_path / "model", engine)
 
 
 def test_other_methods_are_left_to_transformers(tmp_path):
