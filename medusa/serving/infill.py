@@ -105,5 +105,7 @@ def tokens_after(tokenizer: Any, text: str) -> list[int]:
     letter = tokenizer.convert_ids_to_tokens(tokenizer("a", add_special_tokens=False)["input_ids"])
     if not letter[0].startswith("\u2581"):
         return list(ids)
-    alone, joined = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in (_APART, _APART + text))
+    alone, joined = (
+        tokenizer(each, add_special_tokens=False)["input_ids"] for each in (_APART, _APART + text)
+    )
     return list(joined[len(alone) :] if joined[: len(alone)] == alone else ids)

@@ -577,6 +577,16 @@ class CompletionRequest(SharedFields):
         return super().refused()
 
 
+class InfillRequest(CompletionRequest):
+    """``POST /v1/fim/completions``, as Mistral has it: the text of a gap, in the form of a chat's answer."""
+
+    prompt: str
+    suffix: str = ""
+    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    logprobs: None = None
+    echo: Literal[False] = False
+
+
 class TokenizeRequest(Rendering):
     """``POST /tokenize``: of a text, or of a conversation as it would be rendered."""
 

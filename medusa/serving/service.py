@@ -41,6 +41,7 @@ from medusa.serving.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    InfillRequest,
     SharedFields,
     TokenizeRequest,
     sampling_arguments,
@@ -301,8 +302,10 @@ class Service:
         prompt has ended it, None where the model may begin it or not."""
         return in_reasoning(self.tokenizer, prompt, self.output_format.reasoning_tags)
 
-    def reader(self, asked: ChatRequest, prompt: Sequence[int]) -> OutputParser:
+    def reader(self, asked: ChatRequest | InfillRequest, prompt: Sequence[int]) -> OutputParser:
         """The output parser of an answer to ``prompt``."""
+        if isinstance(asked, InfillRequest):  # all of it is text
+            return OutputParser(OutputFormat())
         tools = {tool["function"]["name"]: tool["function"] for tool in asked.offered}
         most = 1 if asked.parallel_tool_calls is False else None
         return OutputParser(self.output_format, tools, most, bool(self._is_thinking(prompt)))
@@ -401,11 +404,12 @@ class Service:
             )
         if (refusal := asked.refused()) is not None:
             raise RequestError(refusal[1], param=refusal[0])
-        if isinstance(asked, CompletionRequest) and asked.suffix and self.infill is None:
+        is_gap = isinstance(asked, CompletionRequest) and (asked.suffix or isinstance(asked, InfillRequest))
+        if is_gap and self.infill is None:
             raise RequestError(
-                "suffix needs a model that was trained to fill in the middle, and the tokenizer of this one has "
-                "no tokens for it, such as <|fim_prefix|>; leave suffix out, or serve a model for code, such as "
-                "Qwen2.5-Coder",
+                "suffix needs a model that was trained to fill in the middle, and the tokenizer of this one "
+                "has no tokens for it, such as <|fim_prefix|>; leave suffix out, or serve a model for code, "
+                "such as Qwen2.5-Coder",
                 param="suffix",
             )
         self._check_tokens([int(key) for key in asked.logit_bias or {}], "logit_bias")
