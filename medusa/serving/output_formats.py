@@ -22,7 +22,7 @@ HARMONY = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>"
 FENCE = "```"
 CALL_ENDS = {"<tool_call>": "</tool_call>", "<tools>": "</tools>", FENCE: FENCE}
 """Marks before a call as JSON, and what ends it. Models that were not trained for the tags of their template,
-such as Qwen2.5-Coder, write the last two; llama.cpp reads them as calls, vLLM does not."""
+such as Qwen2.5-Coder, write the last two."""
 NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 """Parameters of a function that declares none."""
 NAMES = {

@@ -368,7 +368,7 @@ class Service:
 
     def _ends_of(self, asked: SharedFields, prompt: Sequence[int]) -> list[int]:
         """The tokens that end an answer to ``prompt``: of one that fills a gap also those that mark gaps and
-        files, as llama.cpp has it."""
+        files."""
         if isinstance(asked, CompletionRequest) and self.infill is not None and self.infill.asks(prompt):
             return sorted({*self._end_ids, *self.infill.ends})
         return self._end_ids
