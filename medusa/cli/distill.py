@@ -223,4 +223,26 @@ def summarise(report: DistillationReport, seconds: float, output: Path, log: Con
     if report.num_unasked:
         log.print(f"{report.num_unasked} prompts left for another run: the time was up")
     if output.stat().st_size == 0:
-        raise ValueError("nothing was answered; give more time (--max-minutes) or other prompts")
+        raise ValueError(_why_nothing(report))
+
+
+def _why_nothing(report: DistillationReport) -> str:
+    """The reasons for which a run wrote no rows, and what to do."""
+    causes = []
+    if report.num_empty:
+        causes.append(
+            f"{report.num_empty} of {report.num_ended} answers hold no text, and were left out; choose "
+            "another base, other --temperatures or other prompts"
+        )
+    if report.num_cut_questions:
+        causes.append(
+            f"{report.num_cut_questions} of {report.num_ended} questions of the model's own did not end "
+            "within --max-new-tokens, and were left out; raise it"
+        )
+    if report.num_refused:
+        causes.append(f"{report.num_refused} could not be answered, the first: {report.first_refusal}")
+    if report.num_unasked and causes:
+        causes.append(f"for {report.num_unasked} the time was up; give more (--max-minutes)")
+    if not causes:
+        return "nothing was answered; give more time (--max-minutes) or other prompts"
+    return f"nothing was written: {'; '.join(causes)}"

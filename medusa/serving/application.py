@@ -38,6 +38,7 @@ from medusa.serving.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    InfillRequest,
     NotFinite,
     TokenizeRequest,
     field_of,
@@ -137,6 +138,10 @@ def create_application(service: Service, access: AccessOptions) -> FastAPI:
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
         return await endpoints.answered(request, CompletionRequest)
+
+    @app.post("/v1/fim/completions")
+    async def fill(request: Request) -> Response:
+        return await endpoints.answered(request, InfillRequest)
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
@@ -352,7 +357,7 @@ def _replies(
     if isinstance(given, ResponsesRequest):
         return ResponseReplies(given, name, service.tokenizer, service.reader(given.chat, prompts[0]))
     echoed: list[str] = []
-    if isinstance(asked, CompletionRequest):
+    if isinstance(asked, CompletionRequest) and not isinstance(asked, InfillRequest):
         if asked.echo:
             texts = [text if isinstance(text, str) else service.text_of(text) for text in asked.prompts]
             echoed = [text for text in texts for _ in range(asked.n)]

@@ -19,6 +19,10 @@ from medusa.prompts import reasoning_tags
 
 HARMONY = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>")
 """Control tokens of the messages of gpt-oss; the answer is on the channel ``final``."""
+FENCE = "```"
+CALL_ENDS = {"<tool_call>": "</tool_call>", "<tools>": "</tools>", FENCE: FENCE}
+"""Marks before a call as JSON, and what ends it. Models that were not trained for the tags of their template,
+such as Qwen2.5-Coder, write the last two."""
 NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 """Parameters of a function that declares none."""
 NAMES = {
@@ -57,6 +61,8 @@ class OutputFormat:
     @property
     def call_marks(self) -> tuple[str, ...]:
         """Marks that begin a call in the middle of an answer."""
+        if self.call == "hermes":
+            return tuple(CALL_ENDS)
         return ("<tool_call>", "<function=") if self.call == "xml" else ("<tool_call>",)
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from medusa.serving.output_formats import OutputFormat, types_of
+from medusa.serving.output_formats import CALL_ENDS, FENCE, OutputFormat, types_of
 from medusa.serving.requests import json_value
 from medusa.text_stream import overlap
 
@@ -216,23 +216,34 @@ class OutputParser:
         """Calls at the beginning, without marks: JSON, a list of it, or a list of calls as in Python."""
         if (yield from self._skip("{", "[")):
             self._at = 0
-            return (yield from self._json_calls()) or (yield from self._python_calls())
+            return (yield from self._several_json_calls()) or (yield from self._python_calls())
         return False
 
     def _marked_calls(self, mark: str) -> Asking:
         if mark == "<function=":
             return (yield from self._xml_call())
-        if (yield from self._skip("<function=")):
+        if mark == FENCE:
+            yield from self._skip("json")
+        elif (yield from self._skip("<function=")):
             found = yield from self._xml_call()
-        else:
-            found = yield from self._json_calls()
-        if found and (yield from self._skip("</tool_call>")):
+            if found and (yield from self._skip("</tool_call>")):
+                self._commit()
+            return found
+        found = yield from self._several_json_calls()
+        if found and (yield from self._skip(CALL_ENDS[mark])):
             self._commit()
         return found
 
+    def _several_json_calls(self) -> Asking:
+        """Whether calls as JSON come next, one behind the other; taken then."""
+        found = more = yield from self._json_calls()
+        while more:
+            self._at = 0
+            more = yield from self._json_calls()
+        return found
+
     def _json_calls(self) -> Asking:
-        """Whether a call as a JSON object came, or a list of them; taken then."""
-        self._at = 0
+        """Whether a call as a JSON object comes next, or a list of them; taken then."""
         is_list = yield from self._skip("[")
         if not (yield from self._json_call()):
             self._at = 0

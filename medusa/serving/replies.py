@@ -14,7 +14,7 @@ import numpy as np
 
 from medusa.acceptance.sampling import TokenLogprobs
 from medusa.serving.output_parser import OutputParser, Part
-from medusa.serving.requests import ChatRequest, CompletionRequest
+from medusa.serving.requests import ChatRequest, CompletionRequest, InfillRequest
 from medusa.serving.worker import Answer, Update
 from medusa.text_stream import token_bytes
 
@@ -48,7 +48,7 @@ class Replies:
         reader_of: Callable[[], OutputParser] | None = None,
         echoed: Sequence[str] = (),
     ):
-        self.is_chat, self.tokenizer = isinstance(asked, ChatRequest), tokenizer
+        self.is_chat, self.tokenizer = isinstance(asked, ChatRequest | InfillRequest), tokenizer
         self.wants_logprobs = asked.num_logprobs is not None
         options = asked.stream_options
         self.wants_usage = bool(options and options.include_usage)

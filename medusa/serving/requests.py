@@ -23,6 +23,7 @@ from pydantic import (
     ModelWrapValidatorHandler,
     PrivateAttr,
     StrictBool,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -533,6 +534,8 @@ class ChatRequest(SharedFields, Rendering):
 class CompletionRequest(SharedFields):
     """``POST /v1/completions``."""
 
+    suffix: str | None = None
+    """The text after the answer, which then fills the gap; empty where the text ends there."""
     prompt: (
         str
         | Annotated[list[Token], FIRST_ALONE]
@@ -542,15 +545,14 @@ class CompletionRequest(SharedFields):
     logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     max_tokens: Annotated[Whole, Field(ge=1)] | None = 16
     echo: StrictBool = False
-    suffix: str | None = None
     best_of: Whole | None = None
 
     @field_validator("prompt")
     @classmethod
-    def _few_and_not_empty(cls, given: Any) -> Any:
+    def _few_and_not_empty(cls, given: Any, fields: ValidationInfo) -> Any:
         if given and len(_prompts_of(given)) > MAX_PROMPTS:
             raise ValueError(f"at most {MAX_PROMPTS} texts, got {len(given)}; send them in several requests")
-        if not given or not all(_prompts_of(given)):
+        if given == [] or not (fields.data.get("suffix") or all(_prompts_of(given))):
             raise ValueError("must not be empty")
         return given
 
@@ -568,12 +570,21 @@ class CompletionRequest(SharedFields):
         return self.logprobs
 
     def refused(self) -> tuple[str, str] | None:
-        for name, is_asked in (("suffix", self.suffix), ("best_of", self.best_of)):
-            if is_asked and not (name == "best_of" and self.best_of == self.n):
-                return name, f"this server has no {name}; leave it out"
+        if self.best_of and self.best_of != self.n:
+            return "best_of", "this server has no best_of; leave it out"
         if self.echo and self.logprobs is not None:
             return "echo", "a prompt is given back without log-probabilities; leave echo or logprobs out"
         return super().refused()
+
+
+class InfillRequest(CompletionRequest):
+    """``POST /v1/fim/completions``, as Mistral has it: the text of a gap, in the form of a chat's answer."""
+
+    prompt: str
+    suffix: str = ""
+    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    logprobs: None = None
+    echo: Literal[False] = False
 
 
 class TokenizeRequest(Rendering):

@@ -31,6 +31,7 @@ from medusa.decoding.state import DecodeRequest
 from medusa.drafters.references import SuffixCorpus
 from medusa.model import MedusaModel
 from medusa.prompts import in_reasoning
+from medusa.serving.infill import InfillTokens, infill_tokens, start_tokens, tokens_after
 from medusa.serving.metrics import ServerMetrics
 from medusa.serving.output_formats import OutputFormat, detect_format
 from medusa.serving.output_parser import OutputParser
@@ -40,6 +41,7 @@ from medusa.serving.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    InfillRequest,
     SharedFields,
     TokenizeRequest,
     sampling_arguments,
@@ -221,7 +223,7 @@ class Service:
 
     @functools.cached_property
     def _controls(self) -> re.Pattern[str]:
-        names = self._control_names.values()
+        names = {*self._control_names.values(), *(self.infill.names if self.infill else ())}
         as_terminals = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, as_terminals)) or "(?!)")
 
@@ -300,8 +302,10 @@ class Service:
         prompt has ended it, None where the model may begin it or not."""
         return in_reasoning(self.tokenizer, prompt, self.output_format.reasoning_tags)
 
-    def reader(self, asked: ChatRequest, prompt: Sequence[int]) -> OutputParser:
+    def reader(self, asked: ChatRequest | InfillRequest, prompt: Sequence[int]) -> OutputParser:
         """The output parser of an answer to ``prompt``."""
+        if isinstance(asked, InfillRequest):  # all of it is text
+            return OutputParser(OutputFormat())
         tools = {tool["function"]["name"]: tool["function"] for tool in asked.offered}
         most = 1 if asked.parallel_tool_calls is False else None
         return OutputParser(self.output_format, tools, most, bool(self._is_thinking(prompt)))
@@ -328,17 +332,46 @@ class Service:
         if isinstance(asked, ChatRequest):
             prompts = [self.chat_prompt(asked)]
         else:
-            prompts = [self._text_prompt(prompt) for prompt in asked.prompts]
+            prompts = [self._text_prompt(prompt, asked.suffix) for prompt in asked.prompts]
         if not all(prompts):
             raise RequestError("the prompt must not be empty", param="prompt")
         return prompts
 
-    def _text_prompt(self, given: str | list[int]) -> list[int]:
+    def _text_prompt(self, given: str | list[int], suffix: str | None) -> list[int]:
+        if suffix is not None and self.infill is not None:
+            return self._infill_prompt(self.infill, given, suffix)
         if isinstance(given, str):
             self._check_length(given, "prompt")
             return self.tokenizer(given)["input_ids"]
         self._check_tokens(given, "prompt")
         return given
+
+    @functools.cached_property
+    def infill(self) -> InfillTokens | None:
+        """The tokens that mark a gap; None for a model that was not trained to fill one."""
+        return infill_tokens(self.tokenizer, vocab_size(self.model.base))
+
+    def _infill_prompt(self, infill: InfillTokens, given: str | list[int], suffix: str) -> list[int]:
+        """The tokens of a text with a gap before ``suffix``; control tokens that either spells are text."""
+        self._check_length(suffix, "suffix")
+        if isinstance(given, str):
+            self._check_length(given, "prompt")
+            first, *more = self._cut(given).split(self._mark)
+            before = list(self.tokenizer(first, add_special_tokens=False)["input_ids"])
+            before += [id for part in more for id in tokens_after(self.tokenizer, part)]
+        else:
+            self._check_tokens(given, "prompt")
+            before = given
+        parts = self._cut(suffix).split(self._mark)
+        after = [id for part in parts for id in tokens_after(self.tokenizer, part)]
+        return infill.prompt(start_tokens(self.tokenizer), before, after)
+
+    def _ends_of(self, asked: SharedFields, prompt: Sequence[int]) -> list[int]:
+        """The tokens that end an answer to ``prompt``: of one that fills a gap also those that mark gaps and
+        files."""
+        if isinstance(asked, CompletionRequest) and self.infill is not None and self.infill.asks(prompt):
+            return sorted({*self._end_ids, *self.infill.ends})
+        return self._end_ids
 
     @functools.cached_property
     def max_characters(self) -> int:
@@ -371,6 +404,14 @@ class Service:
             )
         if (refusal := asked.refused()) is not None:
             raise RequestError(refusal[1], param=refusal[0])
+        is_gap = isinstance(asked, CompletionRequest) and (asked.suffix or isinstance(asked, InfillRequest))
+        if is_gap and self.infill is None:
+            raise RequestError(
+                "suffix needs a model that was trained to fill in the middle, and the tokenizer of this one "
+                "has no tokens for it, such as <|fim_prefix|>; leave suffix out, or serve a model for code, "
+                "such as Qwen2.5-Coder",
+                param="suffix",
+            )
         self._check_tokens([int(key) for key in asked.logit_bias or {}], "logit_bias")
         self._check_open()
         if asked.num_answers > (most := self.limits.max_rows + self.limits.max_waiting):
@@ -437,7 +478,7 @@ class Service:
         arguments: dict[str, Any] = {
             **sampling_arguments(asked),
             "max_new_tokens": self._longest(asked, len(prompt)),
-            "eos_token_id": self._end_ids or None,
+            "eos_token_id": self._ends_of(asked, prompt) or None,
             "num_logprobs": asked.num_logprobs,
         }
         processors = LogitsProcessorList()

@@ -311,6 +311,24 @@ def test_compiled_steps_give_the_same_answers(tmp_path):
 FINE_FROM = ["--prompts", "fine.jsonl", "--endpoint", "http://x", "--model", "y"]
 
 
+def test_where_no_answer_can_be_kept_the_program_says_why(serve, tmp_path, capsys):
+    fake = serve()
+    file = write_rows(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "b"})
+    command = ["distill", "--prompts", str(file), "--model", "tiny", "--endpoint", fake.url]
+    plain = fake.answer
+    fake.answer = lambda request: {
+        **plain(request),
+        "choices": [{"message": {"role": "assistant", "content": " \n"}, "finish_reason": "stop"}],
+    }
+    said = ran(capsys, [*command, "--output", str(tmp_path / "a.jsonl")], 1).err.replace("\n", " ")
+    assert "nothing was written: 2 of 2 answers hold no text, and were left out; choose another" in said
+    assert "more time" not in said
+    base, _ = save_chat_model(tmp_path)
+    own = ["--base", base, "--prompt-free", "2", "--max-new-tokens", "6", "--device", "cpu"]
+    said = ran(capsys, ["distill", *own, "--output", str(tmp_path / "b.jsonl")], 1).err.replace("\n", " ")
+    assert "2 of 2 questions of the model's own did not end within --max-new-tokens" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -84,6 +84,22 @@ def test_a_directory_in_which_a_run_works_is_refused_to_another(train, tmp_path)
     assert not (tmp_path / "run" / "heads").exists()
 
 
+@pytest.mark.parametrize("mended", [{}, {"resume": "auto", "num_heads": 3}, {"overwrite": True}])
+def test_a_run_whose_data_cannot_be_used_leaves_nothing_in_the_way_of_the_mended_one(train, tmp_path, mended):
+    useless = write_rows(tmp_path / "useless.jsonl", [{"messages": [{"role": "user", "content": "a"}]}])
+    with pytest.raises(ValueError, match="nothing to train on"):
+        train(data=useless)
+    assert len(losses(train(**mended))) == 4
+
+
+def test_what_a_stranger_put_beside_a_run_that_never_began_is_kept(train, tmp_path):
+    with pytest.raises(ValueError, match="holds no rows"):
+        train(data=write_rows(tmp_path / "none.jsonl", []))
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="exists and is not empty"):
+        train()
+
+
 def test_resume_auto_starts_and_goes_on_with_one_command(train, monkeypatch):
     class Killed(BaseException):
         pass

@@ -56,6 +56,11 @@ class Reply:
     num_tokens: int
     """As the endpoint counts; 0 when it does not say."""
 
+    @property
+    def says_something(self) -> bool:
+        """Whether it has more than white space, or calls a tool."""
+        return any(str(self.message.get(key) or "").strip() for key in _SAYING)
+
 
 class ChatEndpoint:
     """A server that speaks ``POST {url}/chat/completions``. Safe to call from several threads. The
@@ -229,12 +234,12 @@ class Conversation:
 
     def receive(self, outcome: Reply | Refusal) -> bool:
         """Take the next message in; true when the conversation waits for another one."""
-        is_question, message = not self.messages, {} if isinstance(outcome, Refusal) else outcome.message
-        says_something = any(str(message.get(key) or "").strip() for key in _SAYING)
-        if isinstance(outcome, Refusal) or not says_something or (is_question and outcome.was_cut):
+        is_question = not self.messages
+        if isinstance(outcome, Refusal) or not outcome.says_something or (is_question and outcome.was_cut):
             if self.messages:
                 self.messages.pop()  # nobody answers this user turn
             return False
+        message = outcome.message
         if is_question:
             self.messages.append({"role": "user", "content": message["content"].strip()})
             return True

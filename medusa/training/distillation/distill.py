@@ -51,6 +51,10 @@ class DistillationReport:
     """Characters of reasoning."""
     num_refused: int = 0
     first_refusal: str = ""
+    num_empty: int = 0
+    """Conversations that are not written because their answer holds no text."""
+    num_cut_questions: int = 0
+    """Conversations that are not written because the model's own question ran into the length limit."""
     num_unasked: int = 0
     """Prompts left when the time limit came."""
 
@@ -58,6 +62,15 @@ class DistillationReport:
     def reasoning_share(self) -> float:
         """The part of the answers' characters that is reasoning."""
         return self.num_reasoning / max(1, self.num_characters)
+
+    def count_left_out(self, reply: Reply, is_time_up: bool) -> None:
+        """Count a conversation that is not written, by what its last message was."""
+        if reply.says_something:
+            self.num_cut_questions += 1
+        elif reply.was_cut and is_time_up:
+            self.num_unasked += 1
+        else:
+            self.num_empty += 1
 
     def count(self, outcome: Reply | Refusal) -> None:
         if isinstance(outcome, Refusal):
@@ -170,9 +183,11 @@ def distill(
             raise ValueError(
                 f"the first {report.num_refused} prompts were all refused: {report.first_refusal}"
             )
+        elif isinstance(outcome, Reply):
+            report.count_left_out(outcome, limit.is_up())
         report.num_ended += 1
         when_ended(report)
-    report.num_unasked = len(unasked)
+    report.num_unasked += len(unasked)
     return report
 
 

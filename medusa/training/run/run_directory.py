@@ -25,7 +25,7 @@ import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -101,6 +101,9 @@ class RunDirectory:
                 f"{self.checkpoints} holds no checkpoint to resume from; start with --overwrite, or with "
                 "--resume auto, which goes on where there is one"
             )
+        entries = self._foreign_entries(configuration.data.data)
+        if self._is_not_begun(entries):
+            return
         if resume != "never" and self.config.exists():
             earlier = self._configuration()
             if not earlier.keys() >= _RUN_KEYS:
@@ -120,7 +123,7 @@ class RunDirectory:
                 )
         elif configuration.run.overwrite:
             self._earlier_run(configuration)
-        elif self._foreign_entries(configuration.data.data):
+        elif entries:
             try:
                 check_writable_target(self.path)
             except FileExistsError as error:
@@ -330,15 +333,26 @@ class RunDirectory:
             "Start anew with --overwrite"
         )
 
-    def _foreign_entries(self, data: Iterable[str]) -> bool:
-        """Whether anything is here except hidden files and the data files with their companions."""
+    def _foreign_entries(self, data: Iterable[str]) -> set[str]:
+        """The names of what is here except hidden files and the data files with their companions; that of the
+        directory where it is none."""
         if not self.path.is_dir():
-            return self.path.exists()
+            return {self.path.name} if self.path.exists() else set()
         # realpath goes on where Path.resolve raises a RuntimeError: at a link that leads to itself
         here = os.path.realpath(self.path)
         inside = [Path(each).name for each in data if os.path.dirname(os.path.realpath(each)) == here]
         stems = tuple(name.split(".")[0] + "." for name in inside)
-        return any(not entry.name.startswith((".", *stems)) for entry in self.path.iterdir())
+        return {entry.name for entry in self.path.iterdir() if not entry.name.startswith((".", *stems))}
+
+    def _is_not_begun(self, entries: Collection[str]) -> bool:
+        """Whether ``entries`` are of a run that ended before its first step, such as one whose data could not
+        be used: any other run may take its place, and find its documents and states."""
+        kept = {each.name for each in (self.config, self.documents, self.states, self.tracker)}
+        return (
+            self.config.name in entries
+            and kept.issuperset(entries)
+            and (self._configuration().keys() >= _RUN_KEYS)
+        )
 
 
 def _damage(checkpoint: Path) -> str | None:
