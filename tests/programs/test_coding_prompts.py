@@ -1,4 +1,4 @@
-"""The questions that heads for code are trained on: of all kinds in any part, each once, none that measures."""
+"""The questions that heads for code are trained on: of all kinds, each once, none that measures."""
 
 import json
 import subprocess
@@ -29,6 +29,6 @@ def test_any_part_holds_all_kinds_and_no_question_comes_twice(tmp_path):
 
 
 def test_no_question_is_one_that_measures(tmp_path):
-    held_out = {each["prompt"] for each in map(json.loads, open(ROOT / "configs/coding_heldout.jsonl"))}
+    held_out = {prompt.messages[-1]["content"] for prompt in read_prompts("coding_heldout")}
     assert len(held_out) == 40
     assert not held_out & {row["prompt"] for row in questions(tmp_path / "many.jsonl", 2000)}
