@@ -309,6 +309,12 @@ class MedusaModel:
         return compiled_unsupported_reason(self.runner) is None
 
     @property
+    def plain_step_seconds(self) -> float | None:
+        """The time of a step of one text that drafts nothing, as drafting has found it to know whether it
+        pays; None before, and where it never stops."""
+        return self._costs.plain_seconds(num_rows=1)
+
+    @property
     def is_compiled(self) -> bool:
         """Whether the libraries of :meth:`compile` are on disk; false where none are made."""
         return self.can_compile and all(path.exists() for path in self.library_paths)

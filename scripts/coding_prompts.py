@@ -4,7 +4,7 @@ r"""Coding questions, to let a model answer that its heads are then trained on.
     medusa distill --base qwen2.5-coder-1.5b --prompts runs/coder/prompts.jsonl \
         --output runs/coder/answers.jsonl
 
-Six kinds, in ten languages: write, explain, mend, translate, test, complete. Half of the questions come with
+Six kinds, in ten languages: write, explain, mend, translate, test, complete. Six of ten questions come with
 code. That code is functions of Python's standard library (PSF-2.0), of the Python that runs this script, so
 other versions of Python give other questions. Any part from the start of the file holds all kinds in equal
 shares. None of the questions of configs/coding_heldout.jsonl, which measure the heads, is among them.

@@ -301,7 +301,8 @@ class ChatTerminal:
             self.say("stopped before the first word; the question is forgotten")
         else:
             answer = self.session.answers[-1]
-            self.say(_cost_line(answer.statistics, answer.seconds, ENDINGS[answer.ended_by]))
+            plain = self.session.model.plain_step_seconds
+            self.say(_cost_line(answer.statistics, answer.seconds, ENDINGS[answer.ended_by], plain))
 
     def _print_answer(self, question: str | Message) -> None:
         with stop_button() as stopped, closing(self.session.reply(question)) as pieces:
@@ -348,12 +349,15 @@ class ChatTerminal:
         self.console.print(text, style="dim", markup=False, soft_wrap=not self.console.is_terminal)
 
 
-def _cost_line(statistics: DecodingStatistics, seconds: float, note: str = "") -> str:
-    """The statistics of an answer, in one line."""
+def _cost_line(
+    statistics: DecodingStatistics, seconds: float, note: str = "", plain_seconds: float | None = None
+) -> str:
+    """The statistics of an answer, in one line; ``plain_seconds`` is the time of a step without drafts."""
     parts = [
         f"{counted(statistics.num_tokens, 'token')} in {seconds:.1f} s",
         f"{statistics.num_tokens / seconds:.1f} tokens/s",
         f"{statistics.tokens_per_step:.2f} tokens per step",
+        f"plainly about {1 / plain_seconds:.1f} tokens/s" if plain_seconds else "",
         f"{statistics.num_paused} of {statistics.num_steps} drafted nothing" if statistics.num_paused else "",
         note,
     ]
@@ -395,5 +399,6 @@ def generate(options: GenerateOptions) -> list[str]:
                 break
     sys.stdout.write("".join(piece.text for piece in answer.finish()) + "\n")
     seconds = statistics.prefill_seconds + statistics.decode_seconds
-    log_console().print(_cost_line(statistics, seconds), style="dim")
+    line = _cost_line(statistics, seconds, plain_seconds=model.plain_step_seconds)
+    log_console().print(line, style="dim")
     return [command("chat", *to_argv(options.model))] if model.tokenizer.chat_template else []

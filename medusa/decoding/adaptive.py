@@ -69,6 +69,7 @@ class DraftCost:
     def __init__(self) -> None:
         self._ratios: tuple[tuple[int, float], ...] = ()  # nodes of a drafted step, its time in plain steps
         self._node_costs: tuple[float, ...] = ()
+        self._plain_seconds: tuple[float, ...] = ()
         self.node: float | None = None
         """The time that one more node adds to a drafted step, as a fraction of a step with the root only;
         None while unknown."""
@@ -82,6 +83,11 @@ class DraftCost:
     def min_accept_prob(self) -> float | None:
         """The acceptance probability from which a node pays; None while unknown."""
         return None if self.node is None else self.node * self._tokens / self._time
+
+    @property
+    def plain_seconds(self) -> float | None:
+        """The time of a step that drafts nothing; None while unknown."""
+        return statistics.median(self._plain_seconds) if self._plain_seconds else None
 
     def plain_steps(self, num_nodes: int = 1) -> float | None:
         """The time of a drafted step of ``num_nodes`` nodes, in plain steps; None while unknown."""
@@ -105,6 +111,7 @@ class DraftCost:
         """Record a plain step right after a drafted one of ``num_nodes`` nodes."""
         if plain_seconds > 0:
             self._ratios = (*self._ratios[1 - NUM_RATIOS :], (num_nodes, drafted_seconds / plain_seconds))
+            self._plain_seconds = (*self._plain_seconds[1 - NUM_RATIOS :], plain_seconds)
             self.num_drafted = 0
 
     def learn_node(self, first: tuple[int, float], second: tuple[int, float]) -> None:
@@ -131,6 +138,12 @@ class DraftCosts:
 
     def __init__(self) -> None:
         self.known: dict[tuple[StepKind, int], DraftCost] = {}
+
+    def plain_seconds(self, num_rows: int) -> float | None:
+        """The time of a step of ``num_rows`` rows that drafts nothing, of whatever kind; None while
+        unknown."""
+        costs = (cost for (_, rows), cost in self.known.items() if rows == num_rows)
+        return next((cost.plain_seconds for cost in costs if cost.plain_seconds is not None), None)
 
     def adaptive(
         self, drafter: Drafter, in_float32: bool, step: StepKind, num_rows: int

@@ -1,7 +1,7 @@
 """Filling in the middle: the tokens by which a tokenizer marks the text before and after a gap.
 
 Models for code are trained with such tokens, each family with its own names and its own order. They are known
-by their names in the vocabulary, which is how llama.cpp finds them too.
+by their names in the vocabulary.
 """
 
 from __future__ import annotations

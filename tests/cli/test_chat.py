@@ -23,6 +23,7 @@ from medusa.cli.main import main
 from medusa.cli.option_types import ChatOptions, ReplyOptions
 from medusa.cli.options import AnswerOptions
 from medusa.cli.terminal import WrappedText, controls_not_echoed, stop_button
+from medusa.decoding.adaptive import DraftCost, DraftCosts
 from medusa.decoding.batch import StepResult
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.prompts import Prompt
@@ -102,6 +103,18 @@ def test_each_answer_is_followed_by_what_it_cost():
 def test_the_cost_of_an_answer_says_in_how_many_steps_drafting_paused():
     statistics = DecodingStatistics(num_rows=1, num_steps=8, num_paused=5)
     assert "1.00 tokens per step · 5 of 8 drafted nothing" in _cost_line(statistics, 1.0)
+
+
+def test_the_cost_of_an_answer_says_what_plain_decoding_gives_once_that_is_known():
+    costs = DraftCosts()
+    cost = costs.known["general", 1] = DraftCost()
+    assert costs.plain_seconds(1) is None
+    for seconds in (0.04, 0.05, 0.3):
+        cost.learn(0.06, seconds)
+    assert costs.plain_seconds(1) == 0.05 and costs.plain_seconds(2) is None
+    statistics = DecodingStatistics(num_rows=1, num_steps=8)
+    assert "plainly about 20.0 tokens/s" in _cost_line(statistics, 1.0, plain_seconds=costs.plain_seconds(1))
+    assert "plainly" not in _cost_line(statistics, 1.0)
 
 
 def test_reset_forgets_the_conversation_and_keeps_the_system_message():
