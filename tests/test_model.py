@@ -667,7 +667,7 @@ def test_autocast_is_refused_by_an_engine_that_keeps_its_precision_and_heeded_by
 
 def test_the_heads_that_ship_for_a_base_are_named_once(real_base):
     named = MedusaModel.from_pretrained(real_base, "smollm2-135m-instruct")
-    with pytest.raises(ValueError, match="exist for smollm2-135m-instruct, got base 'another"):
+    with pytest.raises(ValueError, match=r"exist for .*smollm2-135m-instruct, got base 'another"):
         MedusaModel.from_pretrained("another/base", heads="default")
     default = MedusaModel.from_pretrained(str(REAL_BASE), heads="default")
     assert default.heads.config == named.heads.config and default.tree == named.tree

@@ -40,6 +40,7 @@ class ScriptedModel:
         self.base, self.tokenizer, self.tree, self.device = model.base, TOKENIZER, wide_tree(), model.device
         self.heads = SimpleNamespace(num_heads=2)
         self.drafter_for, self.step, self.is_compiled = model.drafter_for, "general", False
+        self.plain_step_seconds = None
         self.answers = list(answers)
         self.calls = []
 
