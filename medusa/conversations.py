@@ -49,8 +49,18 @@ _IS_TRAINED = ("train", "loss", "weight")
 _OF_THE_ANSWER = ("reasoning_content", "thinking", *_IS_TRAINED)
 """Keys of a row with one answer that belong to it."""
 _OF_A_SPEAKER = (
-    *("role", "from", "author", "speaker", "parent_id", "sender", "speaker_id", "message_role", "user_role"),
-    *("parent_message_id", "message_tree_id", "reply_to"),
+    "role",
+    "from",
+    "author",
+    "speaker",
+    "parent_id",
+    "sender",
+    "speaker_id",
+    "message_role",
+    "user_role",
+    "parent_message_id",
+    "message_tree_id",
+    "reply_to",
 )
 """Keys of a row, in any case, that make its text one message of a conversation."""
 _SYSTEM = ("system", "system_prompt")

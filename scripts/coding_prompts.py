@@ -4,10 +4,11 @@ r"""Coding questions, to let a model answer that its heads are then trained on.
     medusa distill --base qwen2.5-coder-1.5b --prompts runs/coder/prompts.jsonl \
         --output runs/coder/answers.jsonl
 
-Six kinds, in ten languages: write, explain, mend, translate, test, complete. Six of ten questions come with
-code. That code is functions of Python's standard library (PSF-2.0), of the Python that runs this script, so
-other versions of Python give other questions. Any part from the start of the file holds all kinds in equal
-shares. None of the questions of configs/coding_heldout.jsonl, which measure the heads, is among them.
+Nine kinds, in ten languages: to write code, with tests or without, to explain a topic or code, and to test,
+mend, edit, translate and complete code. Six of ten questions come with code. That code is functions of
+Python's standard library (PSF-2.0), of the Python that runs this script, so other versions of Python give
+other questions. Each twenty questions, from the start of the file, hold the kinds in the same shares. None
+of the questions of configs/coding_heldout.jsonl, which measure the heads, is among them.
 """
 
 from __future__ import annotations

@@ -21,3 +21,18 @@ def reported(capsys, *words) -> tuple[dict, str, str]:
     if "--json" in words and (written := words[words.index("--json") + 1]) != "-":
         return json.loads(Path(written).read_text()), printed.out, printed.err
     return json.loads(printed.out.splitlines()[-1]), printed.out, printed.err
+
+
+def last_report(capsys) -> dict:
+    """The report that a command has just printed."""
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def assert_fidelity_is_told(base, folder, capsys) -> None:
+    """``evaluate --fidelity`` finds whole numbers further from the widened ``base`` than rows of float32."""
+    answered = folder / "answered.jsonl"
+    answered.write_text(json.dumps({"prompt": "why?", "answer": "the thin man thinks"}) + "\n")
+    flags = ["--fidelity", "--base", base, "--prompts", answered]
+    whole, *_ = reported(capsys, "evaluate", *flags)
+    packed, *_ = reported(capsys, "evaluate", "--engine", "packed", *flags)
+    assert 10 * abs(packed["engines"]["packed"]["kl"]) < whole["engines"]["int8"]["kl"]

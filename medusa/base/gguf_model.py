@@ -72,7 +72,8 @@ def gguf_config(file: GGUFFile) -> PreTrainedConfig:
 
 
 def _check_sizes(file: GGUFFile) -> None:
-    """Refuse sizes that no file of so many tensors has: lists of so many layers would fill the memory."""
+    """Raise ValueError for sizes that no file of so many tensors has: lists of so many layers would fill the
+    memory."""
     of_layers, of_width = (f"{file.architecture}.{name}" for name in ("block_count", "embedding_length"))
     for key, most in ((of_layers, len(file.tensors)), (of_width, MOST_INPUTS)):
         size = file.metadata.get(key)
@@ -106,7 +107,7 @@ def _config_of(file: GGUFFile) -> PreTrainedConfig:
 
 
 _NO_MODEL = (ValueError, TypeError, ArithmeticError, StrictDataclassError)
-"""What ``transformers`` raises where settings make no model."""
+"""The errors of ``transformers`` for settings that make no model."""
 NFC_SPLITS = {"qwen2", "qwen35", "deepseek-r1-qwen"}
 """Kinds of splits before which the tokenizers of ``transformers`` compose characters (NFC); a file does not
 say so."""

@@ -31,7 +31,12 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from medusa.assets import base_named
 from medusa.base.causal_lm import CausalLM
 from medusa.base.gguf_file import GGUFFile, begins_as_gguf, is_gguf
-from medusa.base.quantised_directory import QuantisedDirectory, described_settings, is_quantised
+from medusa.base.quantised_directory import (
+    PLACES,
+    QuantisedDirectory,
+    described_settings,
+    is_quantised,
+)
 from medusa.hub import (
     HUB_ARGUMENTS,
     explained_hub_errors,
@@ -290,7 +295,7 @@ def load_widened(source: BaseSource, dtype: torch.dtype) -> CausalLM:
 
 def weight_files(source: BaseSource) -> list[Path]:
     """The safetensors files of a checkpoint, from the hub where they are not here; none where it has none."""
-    options = {key: each for key, each in source.arguments.items() if key in _FILE_ARGUMENTS}
+    options = {key: each for key, each in source.arguments.items() if key in PLACES}
     missing_ok = {
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_gated_repo": False,
@@ -303,17 +308,6 @@ def weight_files(source: BaseSource) -> list[Path]:
         return []
     files, _ = get_checkpoint_shard_files(source.name, index, **options)
     return [Path(each) for each in files]
-
-
-_FILE_ARGUMENTS = (
-    "revision",
-    "token",
-    "cache_dir",
-    "local_files_only",
-    "force_download",
-    "proxies",
-    "subfolder",
-)
 
 
 @contextmanager

@@ -75,7 +75,9 @@ class QuantisedDirectory:
     """
 
     def __init__(self, name: str, config: PreTrainedConfig, files: Sequence[Path]):
-        self.name, self.settings, self._told = name, settings_of(config), described_settings(config)
+        self.name = name
+        self.settings = settings_of(config)
+        self._told = described_settings(config)
         self.config = copy.deepcopy(config)
         """The configuration of the model that was quantised."""
         del self.config.quantization_config
@@ -153,7 +155,8 @@ class QuantisedDirectory:
 
     def _check_settings(self) -> None:
         """Raise ValueError where the configuration asks for a form that is not read."""
-        given, schemes = self.settings, self._schemes
+        given = self.settings
+        schemes = self._schemes
         rules: list[tuple[str, Any, tuple[Any, ...]]] = []
         if self.method == "gptq":
             rules.append(("checkpoint_format", given.get("checkpoint_format", "gptq"), ("gptq", "gptq_v2")))
@@ -242,7 +245,8 @@ class QuantisedDirectory:
     def _groups(self, layer: QuantisedLayer) -> tuple[Tensor, Tensor | None]:
         """The group of each block of 32 columns of codes, (in / 32,) long, and the input of each column,
         (in,) long, or None where they are in order: inputs of a group are put beside each other."""
-        num_inputs, names = layer.shape[1], self._names(layer)
+        num_inputs = layer.shape[1]
+        names = self._names(layer)
         given = next((self.tensor(names[each]) for each in GROUPS_OF_INPUTS if each in names), None)
         if given is None or bool((given < 0).any()):  # compressed-tensors: -1, they are in order
             given = torch.arange(num_inputs) // self._group_size(layer)
@@ -259,7 +263,8 @@ class QuantisedDirectory:
 
     def _group_size(self, layer: QuantisedLayer) -> int:
         """Inputs of a group: as the configuration says, where that gives as many groups."""
-        num_inputs, count = layer.shape[1], layer.num_groups
+        num_inputs = layer.shape[1]
+        count = layer.num_groups
         named = [self.settings, *(each.get("weights") or {} for each in self._schemes)]
         sizes = [size for each in named if isinstance(size := each.get("group_size"), int) and size > 0]
         fitting = [size for size in sizes if -(-num_inputs // size) == count]
@@ -356,7 +361,7 @@ class QuantisedDirectory:
 
     @property
     def described(self) -> str:
-        """What the files hold, and in which form."""
+        """The content of the files and its form, in words."""
         sizes: Counter[str] = Counter()
         for name, stored in self.tensors.items():
             is_quantised = self._form_of(name.rpartition(".")[0]) and not name.endswith(".bias")

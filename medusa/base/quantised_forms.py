@@ -42,7 +42,7 @@ class QuantisedLayer:
     shape: tuple[int, int]
     """(out, in)."""
     bits: int
-    """Of a code."""
+    """Bits of a code."""
     num_groups: int
     """Scales of an output; of FP8 those of a row of blocks."""
 
@@ -81,7 +81,7 @@ class Form:
     codes: str
     """The last part of the name of the tensor that holds the codes."""
     others: tuple[str, ...]
-    """Those of tensors that may be beside it, scales excepted."""
+    """The last parts of the names of tensors that may be beside it, scales excepted."""
     shapes: Callable[[int, int, int, int], dict[str, tuple[int, ...]]]
     """Shapes of what must be there, for outputs, inputs, codes in a word, and groups."""
     read: Callable[[Parts, QuantisedLayer], tuple[Tensor, Tensor | None]]

@@ -302,7 +302,7 @@ def _beginning(row: AnsweredTokens, device: torch.device) -> dict[str, Tensor]:
 def _evaluate_engine(options: EvaluationOptions) -> list[str]:
     """Compare the engine, and llama.cpp, with float32; of a quantised file, with its widened weights."""
     asked = replace(options.model, dtype=options.model.dtype or "float32")
-    file = _quantised_file(options.model)
+    file = _quantised_base(options.model)
     if file is not None:
         asked = replace(asked, engine="eager", step="general")
     model = load_model(asked, holds_weights=True)
@@ -337,7 +337,7 @@ def _evaluate_engine(options: EvaluationOptions) -> list[str]:
     return [command("benchmark", *to_argv(options.model))]
 
 
-def _quantised_file(options: ModelOptions) -> BaseSource | None:
+def _quantised_base(options: ModelOptions) -> BaseSource | None:
     """The base, where it is quantised and can be held in its own bits."""
     if options.base is None or options.engine == "eager":
         return None

@@ -103,8 +103,8 @@ def describe_weights(file: GGUFFile) -> str:
 
 
 def describe_directory(source: BaseSource) -> dict[str, Any]:
-    """How a quantised directory holds its weights, and why it cannot be decoded on a CPU where that is so. Of
-    a repository on the hub its settings are told; its weights are not fetched."""
+    """The form of the weights of a quantised directory, and the reason where it cannot be decoded on a CPU.
+    The weights of a repository on the hub are not fetched: its settings are told."""
     if not Path(source.name).is_dir():
         return {"weights": described_settings(source.config)}
     try:

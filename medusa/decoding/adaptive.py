@@ -142,8 +142,8 @@ class DraftCosts:
     def plain_seconds(self, num_rows: int) -> float | None:
         """The time of a step of ``num_rows`` rows that drafts nothing, of whatever kind; None while
         unknown."""
-        costs = (cost for (_, rows), cost in self.known.items() if rows == num_rows)
-        return next((cost.plain_seconds for cost in costs if cost.plain_seconds is not None), None)
+        found = (cost.plain_seconds for (_, rows), cost in self.known.items() if rows == num_rows)
+        return next((seconds for seconds in found if seconds is not None), None)
 
     def adaptive(
         self, drafter: Drafter, in_float32: bool, step: StepKind, num_rows: int

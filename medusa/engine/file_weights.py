@@ -34,7 +34,8 @@ class NarrowEmbedding(nn.Module):
         super().__init__()
         self._of, self._is_plain = copy.copy(embedding), type(embedding) is nn.Embedding
         self._of._parameters = {}
-        self.padding_idx, self._of.padding_idx = embedding.padding_idx, None  # it matters to gradients alone
+        self.padding_idx = embedding.padding_idx
+        self._of.padding_idx = None  # it matters to gradients alone
         self.weight = placeholder(embedding.weight)
         self._hold(embedding)
 

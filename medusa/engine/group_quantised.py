@@ -11,7 +11,7 @@ them, and multiplies in one of two ways:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -156,8 +156,8 @@ class GroupQuantisedLMHead(GroupQuantisedLinear, HasQuantisedRows):
             raise ValueError("rows and inputs of an LM head must stand in the file's order")
         self.register_buffer("file_rows", weight.rows.detach(), persistent=False)
 
-    def rows_from(self, first: int, count: int) -> Tensor:
-        return self.rows_at(torch.arange(first, min(first + count, self.width)))
+    def rows_in_parts(self, size: int) -> Iterator[Tensor]:
+        return map(self.rows_at, torch.arange(self.width).split(size))
 
     def rows_at(self, ids: Tensor) -> Tensor:
         return torch.ops.medusa.quantised_rows(self.file_rows, ids, self.file_type, self.num_inputs)

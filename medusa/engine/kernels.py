@@ -42,7 +42,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -272,17 +272,19 @@ class PackedMatmul(nn.Module):
         self.register_buffer("scales", scales, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype != torch.float32:  # of heads in training, autocast may have made another type
+        if x.dtype in (torch.bfloat16, torch.float16):  # of heads in training, autocast makes such rows
             x = x.float()
         if torch.is_grad_enabled() and x.requires_grad:  # their loss is through an LM head
             return _ProductWithGradient.apply(x, self)
         return torch.ops.medusa.packed_product(x, self.panels, self.scales, self.bias, self.width)
 
-    def rows_from(self, first: int, count: int) -> Tensor:
-        """Some rows of the matrix, (count, in) float32, or those that are left."""
+    def rows_in_parts(self, size: int) -> Iterator[Tensor]:
+        """The rows of the matrix in their order, (``size``, in) float32 at a time; the last part may be
+        smaller."""
         rows = self._buffers.get("rows")  # of an LM head, whose base was loaded for an engine
         found = self.unpacked() if rows is None or self.is_int8 else rows
-        return found[first : first + count].float()
+        for part in found.split(size):
+            yield part.float()
 
     @property
     def is_int8(self) -> bool:
@@ -339,11 +341,9 @@ class _ProductWithGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        parts = [
-            gradient[..., first : first + ROWS_OF_A_GRADIENT]
-            @ ctx.product.rows_from(first, ROWS_OF_A_GRADIENT)
-            for first in range(0, ctx.product.width, ROWS_OF_A_GRADIENT)
-        ]
+        columns = gradient.split(ROWS_OF_A_GRADIENT, dim=-1)
+        rows = ctx.product.rows_in_parts(ROWS_OF_A_GRADIENT)
+        parts = [each @ part for each, part in zip(columns, rows, strict=True)]
         return torch.stack(parts).sum(0), None
 
 

@@ -9,7 +9,7 @@ given back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -121,7 +121,7 @@ def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: E
     rows = None if id(head) in by_module else embedding_rows(head)
     if rows is None:
         of_head = by_module[id(head)]()
-        by_module[id(head)] = lambda: of_head
+        by_module[id(head)] = _given(of_head)
         rows = of_head if isinstance(of_head, Tensor) else None
     int8 = engine == "int8" and all(each.form == "fp8" for each in layers.values())
     for parent in list(base.modules()):
@@ -206,8 +206,26 @@ def _held_file(source: BaseSource, file: GGUFFile, engine: Engine) -> CausalLM:
     return packed_rest(base, False, rows, release)
 
 
-def _given(rows: QuantisedRows) -> ReadsWeight:
-    return lambda: rows
+def _given(weight: QuantisedRows | Tensor) -> ReadsWeight:
+    return lambda: weight
+
+
+def _file_matrices(
+    file: GGUFFile, base: CausalLM, weights: Mapping[str, NamedWeight], types: Collection[int]
+) -> Iterator[tuple[str, nn.Linear | nn.Embedding, NamedWeight, TensorEntry]]:
+    """The weights of linear layers and embeddings of ``base`` that are matrices of one of ``types`` in the
+    file, with their names and modules."""
+    modules = dict(base.named_modules())
+    for name, weight in weights.items():
+        entry = file.tensors[weight.source]
+        module = modules[name.rpartition(".")[0]]
+        is_layer = isinstance(module, (nn.Linear, nn.Embedding)) and name.endswith(".weight")
+        if is_layer and len(entry.shape) == 2 and entry.type in types:
+            yield name, cast("nn.Linear | nn.Embedding", module), weight, entry
+
+
+def _is_in_order(order: Tensor) -> bool:
+    return torch.equal(order, torch.arange(len(order)))
 
 
 def _file_modules(
@@ -215,18 +233,8 @@ def _file_modules(
 ) -> dict[str, tuple[nn.Module, QuantisedRows]]:
     """The linear layers and embeddings of ``base`` that can hold their weight as the file has it, by the name
     of that weight."""
-    modules = dict(base.named_modules())
     found: dict[str, tuple[nn.Module, QuantisedRows]] = {}
-    for name, weight in weights.items():
-        entry = file.tensors[weight.source]
-        module = modules[name.rpartition(".")[0]]
-        is_matrix = name.endswith(".weight") and len(entry.shape) == 2
-        if (
-            not is_matrix
-            or not isinstance(module, (nn.Linear, nn.Embedding))
-            or entry.type not in PACKED_TYPES
-        ):
-            continue
+    for name, module, weight, entry in _file_matrices(file, base, weights, PACKED_TYPES):
         if entry.shape != module.weight.shape:
             raise ValueError(
                 f"{entry.file}: tensor {entry.name!r} must have shape {tuple(module.weight.shape)}, as the "
@@ -235,7 +243,7 @@ def _file_modules(
         order = weight.row_order(entry.shape[0])
         if order is None:
             continue
-        is_same = torch.equal(order, torch.arange(len(order)))
+        is_same = _is_in_order(order)
         if not is_same and (isinstance(module, nn.Embedding) or module is lm_head(base)):
             continue
         rows = QuantisedRows(file.rows(entry.name), entry.type, entry.shape[1], None if is_same else order)
@@ -247,18 +255,12 @@ def _file_modules(
 
 def _file_floats(file: GGUFFile, base: CausalLM, weights: Mapping[str, NamedWeight]) -> dict[str, Tensor]:
     """The matrices of ``base`` that are floats in the file, in their own type, by name."""
-    modules = dict(base.named_modules())
     found = {}
-    for name, weight in weights.items():
-        entry, module = file.tensors[weight.source], modules[name.rpartition(".")[0]]
-        is_matrix = isinstance(module, (nn.Linear, nn.Embedding)) and len(entry.shape) == 2
-        if not is_matrix or not name.endswith(".weight") or entry.type not in FLOAT_TYPES:
-            continue
+    for name, module, weight, entry in _file_matrices(file, base, weights, FLOAT_TYPES):
         order = weight.row_order(entry.shape[0])
         if order is not None and entry.shape == module.weight.shape:
             values = file.plain(entry.name)
-            is_same = torch.equal(order, torch.arange(len(order)))
-            found[name] = values if is_same else values[order]
+            found[name] = values if _is_in_order(order) else values[order]
     return found
 
 
@@ -284,8 +286,8 @@ def _hold_quantised(
     int8: bool,
     release: Callable[[Tensor], Tensor],
 ) -> None:
-    """Replace the modules directly below ``parent`` that are in ``quantised``, by their identity. Those whose
-    weight is read as plain numbers are packed as :func:`medusa.engine.views.pack_linears` does."""
+    """Replace the modules directly below ``parent`` that are in ``quantised``, by their identity. Modules
+    whose weight is read as plain numbers are packed as :func:`medusa.engine.views.pack_linears` does."""
     children = dict(parent.named_children())
     read = {child: quantised[id(child)]() for child in children.values() if id(child) in quantised}
     plain = {child: weight for child, weight in read.items() if isinstance(weight, Tensor)}

@@ -20,7 +20,7 @@ GROUP = 32
 ROW_BYTES: dict[str, int] = {"Q8_0": 34, "Q4_0": 18}
 """Bytes of a group."""
 _SCALES_TRIED = 24
-"""Of Q4_0: how many sizes of a step are tried for each group."""
+"""The number of scales that are tried for each group of Q4_0."""
 
 
 def stored(state: Mapping[str, Tensor], dtype: torch.dtype | GroupType | None) -> dict[str, Tensor]:

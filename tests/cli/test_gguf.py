@@ -1,10 +1,9 @@
 """Commands on a base that is a GGUF file."""
 
-import json
-
 import pytest
 from conftest import needs_kernels
 from quantised_files import write_model
+from reported import assert_fidelity_is_told, last_report
 
 from medusa.cli.main import main
 
@@ -17,13 +16,9 @@ def file(tmp_path):
     return write_model(tmp_path / "a model.gguf", "qwen2")
 
 
-def reported(capsys):
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-
 def test_info_says_what_a_file_holds(file, capsys):
     assert main(["info", str(file), "--json"]) == 0
-    told = reported(capsys)
+    told = last_report(capsys)
     assert told["model"] == "Qwen2ForCausalLM" and told["decodes"] == "yes" and told["chat_template"] == "yes"
     assert "of Q4_K" in told["weights"] and "bits a weight" in told["weights"]
 
@@ -47,10 +42,4 @@ def test_answers_are_the_same_with_drafts_and_without_and_with_another_tokenizer
 
 
 def test_fidelity_is_told_against_the_widened_file(file, tmp_path, capsys):
-    answered = tmp_path / "answered.jsonl"
-    answered.write_text(json.dumps({"prompt": "why?", "answer": "the thin man thinks"}) + "\n")
-    flags = ["--base", str(file), "--prompts", str(answered)]
-    assert main(["evaluate", "--fidelity", *flags]) == 0
-    whole = reported(capsys)["engines"]["int8"]["kl"]
-    assert main(["evaluate", "--fidelity", "--engine", "packed", *flags]) == 0
-    assert 10 * abs(reported(capsys)["engines"]["packed"]["kl"]) < whole
+    assert_fidelity_is_told(file, tmp_path, capsys)

@@ -1,19 +1,14 @@
 """Commands on a base in a directory that is quantised."""
 
-import json
-
 import pytest
 from conftest import needs_kernels
 from quantised_directories import of_gptq, write_directory
+from reported import assert_fidelity_is_told, last_report
 from tiny_chat import chat_tokenizer
 
 from medusa.cli.main import main
 
 pytestmark = needs_kernels
-
-
-def reported(capsys):
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -28,7 +23,7 @@ def reported(capsys):
 def test_info_says_the_form_and_what_it_takes(form, told, tmp_path, capsys):
     write_directory(tmp_path / "model", form)
     assert main(["info", str(tmp_path / "model"), "--json"]) == 0
-    found = reported(capsys)
+    found = last_report(capsys)
     assert found["model"] == "LlamaForCausalLM" and found["decodes"] == "yes"
     assert found["weights"].startswith(told)
     assert " MB of quantised layers, " in found["weights"] and " MB of BF16" in found["weights"]
@@ -37,7 +32,7 @@ def test_info_says_the_form_and_what_it_takes(form, told, tmp_path, capsys):
 def test_info_says_why_a_directory_cannot_be_decoded(tmp_path, capsys):
     write_directory(tmp_path / "model", settings=of_gptq(3))
     assert main(["info", str(tmp_path / "model"), "--json"]) == 0
-    found = reported(capsys)
+    found = last_report(capsys)
     assert found["weights"] == "gptq in 3 bits, groups of 128"
     assert found["decodes"].startswith("no: base ") and "must be 4 or 8, got 3" in found["decodes"]
 
@@ -69,10 +64,4 @@ def test_answers_are_the_same_with_drafts_and_without(directory, capsys):
 
 
 def test_fidelity_is_told_against_the_widened_weights(directory, tmp_path, capsys):
-    answered = tmp_path / "answered.jsonl"
-    answered.write_text(json.dumps({"prompt": "why?", "answer": "the thin man thinks"}) + "\n")
-    flags = ["--base", str(directory), "--prompts", str(answered)]
-    assert main(["evaluate", "--fidelity", *flags]) == 0
-    whole = reported(capsys)["engines"]["int8"]["kl"]
-    assert main(["evaluate", "--fidelity", "--engine", "packed", *flags]) == 0
-    assert 10 * abs(reported(capsys)["engines"]["packed"]["kl"]) < whole
+    assert_fidelity_is_told(directory, tmp_path, capsys)

@@ -13,7 +13,19 @@ from medusa.engine import kernels
 from medusa.engine.group_quantised import PACKED_TYPES, GroupQuantisedMatmul, QuantisedRows
 
 pytestmark = needs_kernels
+needs_tiles = pytest.mark.skipif(
+    needs_kernels.args[0] or not kernels.has_tiles(), reason="needs tile registers"
+)
 NUM_ROWS, NUM_INPUTS = 75, 512
+
+
+def assert_tiles_give_the_bits_of_vectors(product, x):
+    in_tiles = product(x)
+    kernels.has_tiles(False)
+    try:
+        assert torch.equal(product(x), in_tiles)
+    finally:
+        kernels.has_tiles(True)
 
 
 def quantised(kind, num_rows=NUM_ROWS, num_inputs=NUM_INPUTS, seed=0):
@@ -72,17 +84,12 @@ def test_no_number_of_a_directory_is_changed_and_rows_are_multiplied_as_those_of
     )
 
 
-@pytest.mark.skipif(needs_kernels.args[0] or not kernels.has_tiles(), reason="needs tile registers")
+@needs_tiles
 @pytest.mark.parametrize(("bits", "dtype", "is_symmetric"), DIRECTORIES)
 def test_tiles_give_the_bits_of_vectors_for_a_directory(bits, dtype, is_symmetric):
     rows, x = QuantisedRows.of(matrix_of(bits, dtype, is_symmetric)), torch.randn(140, NUM_INPUTS)
     product = GroupQuantisedMatmul([rows], None, True)
-    in_tiles = product(x)
-    kernels.has_tiles(False)
-    try:
-        assert torch.equal(product(x), in_tiles)
-    finally:
-        kernels.has_tiles(True)
+    assert_tiles_give_the_bits_of_vectors(product, x)
 
 
 def test_scales_that_only_float32_holds_are_not_rounded():
@@ -195,17 +202,12 @@ def test_threads_change_no_bit():
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.skipif(needs_kernels.args[0] or not kernels.has_tiles(), reason="needs tile registers")
+@needs_tiles
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("count", [17, 31, 128, 140])
 def test_tiles_give_the_bits_of_vectors(kind, count):
     product, x = GroupQuantisedMatmul([quantised(kind)], None, True), torch.randn(count, NUM_INPUTS)
-    in_tiles = product(x)
-    kernels.has_tiles(False)
-    try:
-        assert torch.equal(product(x), in_tiles)
-    finally:
-        kernels.has_tiles(True)
+    assert_tiles_give_the_bits_of_vectors(product, x)
 
 
 @pytest.mark.parametrize(

@@ -174,8 +174,9 @@ def test_rows_that_do_not_follow_each_other_are_taken_and_wrong_ones_refused():
     torch.testing.assert_close(made(wide[:, ::2]), nn.functional.linear(wide[:, ::2], weight, bias))
     half = torch.randn(2, 40).bfloat16()  # as autocast makes them in training
     assert torch.equal(made(half), made(half.float()))
-    with pytest.raises(RuntimeError, match="rows must be float32, of the weight's width"):
-        made(torch.randn(2, 39))
+    for rows in (torch.randn(2, 39), torch.randn(2, 40).double()):
+        with pytest.raises(RuntimeError, match="rows must be float32, of the weight's width"):
+            made(rows)
 
 
 def test_a_weight_lies_in_the_narrowest_type_that_holds_it():
