@@ -16,6 +16,7 @@
 // vectors of single bits (a bit a quad) or of pairs of bits (two a quad).
 
 #include "group_quantised.h"
+#include "threads.h"
 #include "tiles.h"
 
 #include <array>
@@ -654,24 +655,30 @@ constexpr int64_t ROWS_AT_ONCE = 128;
 constexpr int64_t MOST_ROWS = 8;  // of a block whose sums stay in registers
 
 struct Task {
-  const Weights& weights;
+  Weights weights;
   const float *x, *bias;
-  float* y;
   int64_t M, K, N;
-  std::array<Rows, NUM_FORMS> rows;  // of each form that takes part
+  std::array<Rows, NUM_FORMS> rows;                             // of each form that takes part
+  std::array<std::unique_ptr<float[]>, NUM_FORMS> memory = {};  // where these lie
 };
 
-void finish(const Task& task, const float* results, int64_t count, int64_t row, int64_t column, int64_t width, int64_t lanes) {
+// Where results go: that of a row and a column of the whole product lies at row * stride + column.
+struct Target {
+  float* at;
+  int64_t stride;
+};
+
+void finish(const Task& task, const Target& to, const float* results, int64_t count, int64_t row, int64_t column, int64_t width, int64_t lanes) {
   for (int64_t m = 0; m < count; m++) {
     const float* from = results + m * lanes;
-    float* to = task.y + (row + m) * task.N + column;
-    for (int64_t n = 0; n < width; n++) to[n] = task.bias ? from[n] + task.bias[column + n] : from[n];
+    float* y = to.at + (row + m) * to.stride + column;
+    for (int64_t n = 0; n < width; n++) y[n] = task.bias ? from[n] + task.bias[column + n] : from[n];
   }
 }
 
 // One pair of panels by all rows, whose blocks have M of them.
 template <typename F, int M>
-void pair_by_blocks(const Task& task, const Part& part, const uint8_t* panels, int64_t column, int64_t width) {
+void pair_by_blocks(const Task& task, const Target& to, const Part& part, const uint8_t* panels, int64_t column, int64_t width) {
   const Rows& rows = task.rows[part.of().form];
   constexpr int J = M <= 4 ? 2 : 1;
   int64_t size = part.panel_size();
@@ -679,7 +686,7 @@ void pair_by_blocks(const Task& task, const Part& part, const uint8_t* panels, i
     for (int64_t row = 0; row < task.M; row += M) {
       float results[M * J * LANES];
       whole_block<F, M, J>(rows, row, part.of(), panels + j * size, size, row ? 0 : AHEAD, results);
-      finish(task, results, std::min<int64_t>(M, task.M - row), row, column + j * LANES, std::min<int64_t>(J * LANES, width - j * LANES), J * LANES);
+      finish(task, to, results, std::min<int64_t>(M, task.M - row), row, column + j * LANES, std::min<int64_t>(J * LANES, width - j * LANES), J * LANES);
     }
 }
 
@@ -805,7 +812,7 @@ struct TileChunk {
 
 // One pair of panels by all rows, `rows_of_block` at a time.
 template <typename F>
-void pair_in_tiles(const Task& task, const Part& part, int64_t rows_of_block, const uint8_t* panels, int64_t column, int64_t width) {
+void pair_in_tiles(const Task& task, const Target& to, const Part& part, int64_t rows_of_block, const uint8_t* panels, int64_t column, int64_t width) {
   thread_local TileChunk<F> chunk;
   thread_local Scratch scratch;
   const Rows& rows = task.rows[part.of().form];
@@ -821,12 +828,12 @@ void pair_in_tiles(const Task& task, const Part& part, int64_t rows_of_block, co
       for (int64_t m = 0; m < rows_of_block; m += chunk.ROWS_ADDED) chunk.add(rows, first + m, m, rows_of_block, k, blocks, from, size, results + (first + m) * 2 * LANES);
     }
   }
-  finish(task, results, task.M, 0, column, width, 2 * LANES);
+  finish(task, to, results, task.M, 0, column, width, 2 * LANES);
 }
 #endif
 
 template <typename F>
-void multiply_pair(const Task& task, const Part& part, int64_t pair, int64_t column) {
+void multiply_pair(const Task& task, const Target& to, const Part& part, int64_t pair, int64_t column) {
   const uint8_t* panels = task.weights.panels(part) + 2 * pair * part.panel_size();
   int64_t width = std::min(2 * int64_t(LANES), part.num_outputs - 2 * LANES * pair);
   column += 2 * LANES * pair;
@@ -834,22 +841,21 @@ void multiply_pair(const Task& task, const Part& part, int64_t pair, int64_t col
     thread_local Scratch scratch;
     float* results = scratch.of(task.M * 2 * LANES);
     float_blocks<F, 2>(task.x, task.M, task.K, part.of(), panels, part.panel_size(), results);
-    return finish(task, results, task.M, 0, column, width, 2 * LANES);
+    return finish(task, to, results, task.M, 0, column, width, 2 * LANES);
   }
   int64_t blocks = (task.M + MOST_ROWS - 1) / MOST_ROWS, rows = (task.M + blocks - 1) / blocks;
   switch (rows) {
-    case 1: return pair_by_blocks<F, 1>(task, part, panels, column, width);
-    case 2: return pair_by_blocks<F, 2>(task, part, panels, column, width);
-    case 3: return pair_by_blocks<F, 3>(task, part, panels, column, width);
-    case 4: return pair_by_blocks<F, 4>(task, part, panels, column, width);
-    case 5: case 6: return pair_by_blocks<F, 6>(task, part, panels, column, width);
-    default: return pair_by_blocks<F, 8>(task, part, panels, column, width);
+    case 1: return pair_by_blocks<F, 1>(task, to, part, panels, column, width);
+    case 2: return pair_by_blocks<F, 2>(task, to, part, panels, column, width);
+    case 3: return pair_by_blocks<F, 3>(task, to, part, panels, column, width);
+    case 4: return pair_by_blocks<F, 4>(task, to, part, panels, column, width);
+    case 5: case 6: return pair_by_blocks<F, 6>(task, to, part, panels, column, width);
+    default: return pair_by_blocks<F, 8>(task, to, part, panels, column, width);
   }
 }
 
-// Rows in whole numbers for each form of the weights, in memory that holds until this thread computes another product.
+// Rows in whole numbers for each form of the weights.
 void round_rows(Task& task) {
-  thread_local Scratch scratches[NUM_FORMS];
   std::array<bool, NUM_FORMS> is_done{};
   for (const Part& part : task.weights) {
     const FileType& type = part.of();
@@ -860,7 +866,8 @@ void round_rows(Task& task) {
       int64_t num_rows = task.M + 2 * MOST_ROWS;  // the last block may reach beyond
       int64_t stride = (width + LINE - 1) / LINE * LINE;
       if (stride / LINE % 2 == 0) stride += LINE;
-      float* memory = scratches[type.form].of(num_rows * (steps + aside + stride / 4) + LINE / 4);
+      float* memory = new float[num_rows * (steps + aside + stride / 4) + LINE / 4];
+      task.memory[type.form].reset(memory);
       Rows& rows = task.rows[type.form];
       int8_t* numbers = reinterpret_cast<int8_t*>(memory) + (-reinterpret_cast<uintptr_t>(memory) & (LINE - 1));
       rows = {numbers, reinterpret_cast<float*>(numbers + num_rows * stride), nullptr, width, steps, aside, stride};
@@ -872,42 +879,85 @@ void round_rows(Task& task) {
         for (int64_t row = begin; row < end; row++) round_row<F>(task.x + row * task.K, task.K, type.zero, rows, row);
       };
       if (task.M * task.K < 1 << 16) round(0, task.M);
-      else torch::stable::parallel_for(0, task.M, 1, round);
+      else parallel_for(task.M, 1, round);
     });
   }
 }
 
-// Pairs of panels are shared out by their bytes.
-void multiply(Task& task) {
-  if (task.weights.head->in_whole_numbers) round_rows(task);
+// Bytes of all panels; a range of these is a piece of a product.
+int64_t bytes_of(const Weights& weights) {
   int64_t total = 0;
-  for (const Part& part : task.weights) total += part.pairs() * part.panel_size();
-  int64_t threads = torch::stable::get_num_threads();
-  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    int64_t first = total * begin / threads, last = total * end / threads, before = 0, column = 0;
-    for (const Part& part : task.weights) {
-      int64_t size = part.panel_size(), pairs = part.pairs();
-      auto pair_from = [&](int64_t bytes) { return std::clamp<int64_t>((bytes - before + size - 1) / size, 0, pairs); };
-      int64_t from = pair_from(first), to = pair_from(last);
-      with_form(part.of().form, [&]<typename F>() {
+  for (const Part& part : weights) total += part.pairs() * part.panel_size();
+  return total;
+}
+
+// Calls body(part, pair, end, column) for the pairs of panels that begin between two bytes, which are outputs from `column` on.
+template <typename Body>
+void for_pairs(const Weights& weights, int64_t first, int64_t last, Body body) {
+  int64_t before = 0, column = 0;
+  for (const Part& part : weights) {
+    int64_t size = part.panel_size(), pairs = part.pairs();
+    auto pair_from = [&](int64_t bytes) { return std::clamp<int64_t>((bytes - before + size - 1) / size, 0, pairs); };
+    if (int64_t from = pair_from(first), to = pair_from(last); from < to) body(part, from, to, column);
+    before += pairs * size, column += part.num_outputs;
+  }
+}
+
+// Products with the pairs of panels that begin between two bytes.
+void multiply(const Task& task, int64_t first, int64_t last, const Target& to) {
+  for_pairs(task.weights, first, last, [&](const Part& part, int64_t pair, int64_t end, int64_t column) {
+    with_form(part.of().form, [&]<typename F>() {
 #if defined(HAS_TILES)
-        if (task.weights.head->in_whole_numbers && has_tiles && task.M >= LEAST_ROWS_IN_TILES) {
-          int64_t blocks = (task.M + TILE_ROWS - 1) / TILE_ROWS, rows = (task.M + blocks - 1) / blocks;
-          TileRegisters registers = registers_for<F>(rows);
-          for (int64_t pair = from; pair < to; pair++) {
-            const uint8_t* panels = task.weights.panels(part) + 2 * pair * size;
-            int64_t first = 2 * LANES * pair, width = std::min<int64_t>(2 * LANES, part.num_outputs - first);
-            pair_in_tiles<F>(task, part, rows, panels, column + first, width);
-          }
-          return;
+      if (task.weights.head->in_whole_numbers && has_tiles && task.M >= LEAST_ROWS_IN_TILES) {
+        int64_t blocks = (task.M + TILE_ROWS - 1) / TILE_ROWS, rows = (task.M + blocks - 1) / blocks, size = part.panel_size();
+        TileRegisters registers = registers_for<F>(rows);
+        for (; pair < end; pair++) {
+          const uint8_t* panels = task.weights.panels(part) + 2 * pair * size;
+          int64_t before = 2 * LANES * pair, width = std::min<int64_t>(2 * LANES, part.num_outputs - before);
+          pair_in_tiles<F>(task, to, part, rows, panels, column + before, width);
         }
+        return;
+      }
 #endif
-        for (int64_t pair = from; pair < to; pair++) multiply_pair<F>(task, part, pair, column);
-      });
-      before += pairs * size, column += part.num_outputs;
-    }
+      for (; pair < end; pair++) multiply_pair<F>(task, to, part, pair, column);
+    });
   });
 }
+
+// A product of few rows, in pieces of its weights' bytes.
+struct SharedProduct : Work {
+  Tensor x, bytes;
+  std::optional<Tensor> bias;
+  Task task;
+  float* y;
+  std::vector<int64_t> ends;
+
+  SharedProduct(Task given, const Tensor& x, const Tensor& bytes, const std::optional<Tensor>& bias, float* y)
+      : x(x), bytes(bytes), bias(bias), task(std::move(given)), y(y), ends(pieces_of(bytes_of(task.weights), LEAST_BYTES, MOST_BYTES)) {
+    num_pieces = ends.size();
+  }
+  int64_t first(int64_t piece) const { return piece ? ends[piece - 1] : 0; }
+  // The first output of a piece and the one after its last.
+  std::pair<int64_t, int64_t> outputs(int64_t piece) const {
+    int64_t from = task.N, to = 0;
+    for_pairs(task.weights, first(piece), ends[piece], [&](const Part& part, int64_t pair, int64_t end, int64_t column) {
+      from = std::min(from, column + pair * 2 * LANES), to = column + std::min(end * 2 * LANES, part.num_outputs);
+    });
+    return {std::min(from, to), to};
+  }
+  int64_t result_size(int64_t piece) const override {
+    auto [from, to] = outputs(piece);
+    return task.M * (to - from);
+  }
+  void compute(int64_t piece, float* result) const override {
+    auto [from, to] = outputs(piece);
+    multiply(task, first(piece), ends[piece], {result - from, to - from});
+  }
+  void publish(int64_t piece, const float* result) const override {
+    auto [from, to] = outputs(piece);
+    for (int64_t row = 0; row < task.M; row++) std::memcpy(y + row * task.N + from, result + row * (to - from), (to - from) * sizeof(float));
+  }
+};
 
 }  // namespace
 
@@ -925,10 +975,14 @@ Tensor group_quantised_product(const Tensor& x, const Tensor& bytes, const std::
   shape.back() = width;
   Tensor y = made(shape, ScalarType::Float);
   int64_t left = x.numel() / K, chunks = (left + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-  Task task{weights, numbers<float>(x), numbers<float>(bias), numbers<float>(y), 0, K, width, {}};
-  for (; chunks; chunks--, task.x += task.M * K, task.y += task.M * width, left -= task.M) {
-    task.M = (left + chunks - 1) / chunks;
-    multiply(task);
+  const float* rows = numbers<float>(x);
+  float* to = numbers<float>(y);
+  for (int64_t M; chunks; chunks--, rows += M * K, to += M * width, left -= M) {
+    M = (left + chunks - 1) / chunks;
+    Task task{weights, rows, numbers<float>(bias), M, K, width, {}};
+    if (weights.head->in_whole_numbers) round_rows(task);
+    if (M <= MOST_SHARED_ROWS) share(std::make_shared<SharedProduct>(std::move(task), x, bytes, bias, to));
+    else parallel_for(bytes_of(weights), LEAST_BYTES, [&](int64_t first, int64_t last) { multiply(task, first, last, {to, width}); });
   }
   return y;
 }
@@ -968,7 +1022,7 @@ void pack_quantised(Tensor bytes, int64_t index, Tensor file_rows, std::optional
   const uint8_t* from = numbers<uint8_t>(file_rows);
   const int64_t* of = numbers<int64_t>(order);
   int64_t size = part.panel_size();
-  torch::stable::parallel_for(0, 2 * part.pairs(), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(2 * part.pairs(), 1, [&](int64_t begin, int64_t end) {
     with_form(type.form, [&]<typename F>() {
       for (int64_t panel = begin; panel < end; panel++) {
         uint8_t* to = weights.panels(part) + panel * size;
@@ -994,7 +1048,7 @@ Tensor unpack_quantised(Tensor bytes) {
   Tensor result = made({weights.num_outputs(), K}, ScalarType::Float);
   float* to = numbers<float>(result);
   for (const Part& part : weights) {
-    torch::stable::parallel_for(0, (part.num_outputs + LANES - 1) / LANES, 1, [&](int64_t begin, int64_t end) {
+    parallel_for((part.num_outputs + LANES - 1) / LANES, 1, [&](int64_t begin, int64_t end) {
       with_form(part.of().form, [&]<typename F>() {
         float wide[F::BLOCK * LANES];
         for (int64_t panel = begin; panel < end; panel++)
@@ -1040,6 +1094,6 @@ Tensor quantised_rows(const Tensor& file_rows, const Tensor& ids, int64_t id, in
   };
   int64_t count = which.numel();
   if (count * width < 1 << 16) widen(0, count);
-  else torch::stable::parallel_for(0, count, 16, widen);
+  else parallel_for(count, 16, widen);
   return result;
 }

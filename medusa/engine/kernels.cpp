@@ -7,6 +7,7 @@
 // Vectors are the compiler's own (vector_size), as wide as the processor that this is compiled for has them.
 
 #include "group_quantised.h"
+#include "threads.h"
 #include "tiles.h"
 #include "vectors.h"
 
@@ -172,6 +173,15 @@ constexpr int panels_for(int rows) {
   return std::min(STREAMS, (REGISTERS - others) / (rows + 1));
 }
 
+// Rows in blocks that a tile holds, the last one over rows of the one before it.
+struct Blocks {
+  int64_t count, rows, steps, size;  // size: bytes of a block (steps, parts, rows, TILE_WIDTH)
+  char* parts;
+  float* scales;  // of int8 weights (blocks * rows, runs): the step of the numbers
+
+  int64_t first(int64_t block, int64_t M) const { return std::min(block * rows, M - rows); }
+};
+
 struct Product {
   const float* x;         // (M, K)
   const int16_t* rounded; // (M, runs, RUN) of int8 weights: x in steps
@@ -180,12 +190,14 @@ struct Product {
   int64_t size;         // bytes of a panel
   const float* scales;  // (N,) of int8 weights, or null
   const float* bias;    // (N,), or null
-  float* y;             // (M, N)
+  float* y;             // the result of a row and an output lies at row * stride + output
+  int64_t stride;
   int64_t M, K, N;
+  Blocks blocks;        // rows for tiles
 };
 
 [[gnu::noinline]] static void finished(const Product& of, const float* sums, int64_t row, int64_t column, int64_t count) {
-  float* y = of.y + row * of.N + column;
+  float* y = of.y + row * of.stride + column;
   int64_t n = 0;
   for (; n + LANES <= count; n += LANES) {
     Vec sum = load(sums + n);
@@ -380,14 +392,19 @@ static void panels_times_rows(const Product& of, int64_t panel, int64_t last) {
   }
 }
 
+constexpr int64_t ROWS_AT_ONCE = 128;
+
+// What multiplies rows by the panels of a range.
+using Multiply = void (*)(const Product& of, int64_t panel, int64_t end);
+
 template <typename W, int M = MOST_ROWS<W>>
-static void multiplied_by(int64_t rows, const Product& of, int64_t panels) {
-  if constexpr (M > 1) if (rows < M) return multiplied_by<W, M - 1>(rows, of, panels);
-  constexpr int J = panels_for<W>(M);
-  torch::stable::parallel_for(0, panels, 1, [&](int64_t panel, int64_t end) {
+static Multiply in_blocks_of(int64_t rows) {
+  if constexpr (M > 1) if (rows < M) return in_blocks_of<W, M - 1>(rows);
+  return [](const Product& of, int64_t panel, int64_t end) {
+    constexpr int J = panels_for<W>(M);
     for (; panel + J <= end; panel += J) panels_times_rows<W, M, J>(of, panel, end);
     for (; panel < end; panel++) panels_times_rows<W, M, 1>(of, panel, end);
-  });
+  };
 }
 
 // ------------------------------------------------------------------- the same in tile registers, where they are
@@ -396,7 +413,6 @@ static void multiplied_by(int64_t rows, const Product& of, int64_t panels) {
 // than one of a single row, which waits for memory. Tiles hold bfloat16 or int8. So rows are multiplied in parts whose
 // sum they are, exactly: a float32 is that of three bfloat16, and a whole number of 16 bits that of two of 8.
 #if defined(HAS_TILES)
-constexpr int64_t ROWS_AT_ONCE = 128;  // their parts stay in the second cache while all weights pass by
 template <typename W> using InTile = std::conditional_t<std::is_same_v<W, Twelve>, BFloat16, W>;
 template <typename W> constexpr int PARTS = std::is_same_v<W, int8_t> ? 2 : 3;
 
@@ -404,15 +420,6 @@ template <typename W> constexpr int PARTS = std::is_same_v<W, int8_t> ? 2 : 3;
 template <int N, typename Body> [[gnu::always_inline]] static inline void each(Body body) {
   [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) { (body.template operator()<I>(), ...); }(std::make_integer_sequence<int, N>{});
 }
-
-// Rows in blocks that a tile holds, the last one over rows of the one before it; each thread takes them apart for itself.
-struct Blocks {
-  int64_t count, rows, steps, size;  // size: bytes of a block (steps, parts, rows, TILE_WIDTH)
-  char* parts;
-  float* scales;  // of int8 weights (blocks * rows, runs): the step of the numbers
-
-  int64_t first(int64_t block, int64_t M) const { return std::min(block * rows, M - rows); }
-};
 
 // Rows in parts, which lie `apart`; of int8 weights, the steps of the numbers as well.
 template <typename W> static void take_apart(const float* x, int64_t K, char* to, int64_t apart, float* steps);
@@ -443,8 +450,7 @@ template <> void take_apart<int8_t>(const float* x, int64_t K, char* to, int64_t
 }
 
 template <typename W>  // W: what tiles hold
-static Blocks blocks_of(const Product& of) {
-  thread_local Scratch scratch;
+static Blocks blocks_of(const Product& of, Scratch& scratch) {
   int64_t count = (of.M + TILE_ROWS - 1) / TILE_ROWS, rows = (of.M + count - 1) / count, runs = (of.K + RUN - 1) / RUN;
   int64_t steps = (of.K * sizeof(W) + TILE_WIDTH - 1) / TILE_WIDTH, size = steps * PARTS<W> * rows * TILE_WIDTH;
   float* memory = scratch.of((count * size + TILE_WIDTH) / sizeof(float) + count * rows * runs);
@@ -615,40 +621,31 @@ static void panels_in_tiles(const Product& of, const Blocks& blocks, int64_t pan
 }
 
 template <typename W>
-static void multiplied_in_tiles(Product of, int64_t panels) {
-  int64_t left = of.M, parts = (left + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-  for (; parts; parts--, of.x += of.M * of.K, of.y += of.M * of.N, left -= of.M) {
-    of.M = (left + parts - 1) / parts;
-    torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-      Blocks blocks = blocks_of<InTile<W>>(of);
-      bool are_few = blocks.count <= FEW_BLOCKS;
-      TileShape shapes[8];  // registers below `first_weights` hold as many rows as a block, the others 16
-      int first_weights = are_few || std::is_same_v<W, int8_t> ? 7 : 6;
-      for (int i = 0; i < 8; i++) shapes[i] = {i < first_weights ? blocks.rows : TILE_ROWS, TILE_WIDTH};
-      TileRegisters registers(shapes);
-      auto multiply = [&]<int J, bool ARE_HELD>() {
-        for (; begin + J <= end; begin += J) panels_in_tiles<W, J, ARE_HELD>(of, blocks, begin, end);
-      };
-      if constexpr (!std::is_same_v<W, int8_t>) {
-        if (blocks.count == 1) multiply.template operator()<6, false>();
-        if (are_few) multiply.template operator()<3, false>(), multiply.template operator()<1, false>();
-      }
-      multiply.template operator()<2, true>();
-      multiply.template operator()<1, true>();
-    });
+static void multiply_in_tiles(const Product& of, int64_t panel, int64_t end) {
+  const Blocks& blocks = of.blocks;
+  bool are_few = blocks.count <= FEW_BLOCKS;
+  TileShape shapes[8];  // registers below `first_weights` hold as many rows as a block, the others 16
+  int first_weights = are_few || std::is_same_v<W, int8_t> ? 7 : 6;
+  for (int i = 0; i < 8; i++) shapes[i] = {i < first_weights ? blocks.rows : TILE_ROWS, TILE_WIDTH};
+  TileRegisters registers(shapes);
+  auto multiply = [&]<int J, bool ARE_HELD>() {
+    for (; panel + J <= end; panel += J) panels_in_tiles<W, J, ARE_HELD>(of, blocks, panel, end);
+  };
+  if constexpr (!std::is_same_v<W, int8_t>) {
+    if (blocks.count == 1) multiply.template operator()<6, false>();
+    if (are_few) multiply.template operator()<3, false>(), multiply.template operator()<1, false>();
   }
+  multiply.template operator()<2, true>();
+  multiply.template operator()<1, true>();
 }
-#else
-template <typename W> static void multiplied_in_tiles(const Product& of, int64_t panels) {}
 #endif
 
 // Whether products of bfloat16 and int8 are computed in tile registers; `wanted` that they shall be, where there are any.
 bool has_tiles = are_tiles_allowed();
 static bool tiles(std::optional<bool> wanted) { return has_tiles = wanted.value_or(has_tiles) && are_tiles_allowed(); }
 
-// Rows in steps, for int8 weights in vectors; they hold until this thread computes another product.
-static Product in_steps(Product of) {
-  thread_local Scratch scratch;
+// Rows in steps, for int8 weights in vectors.
+static void round_rows(Product& of, Scratch& scratch) {
   int64_t runs = (of.K + RUN - 1) / RUN;
   float* steps = scratch.of(of.M * runs * (1 + RUN / 2));
   int16_t* numbers = reinterpret_cast<int16_t*>(steps + of.M * runs);
@@ -656,22 +653,69 @@ static Product in_steps(Product of) {
     for (int64_t run = 0; run < runs; run++)
       steps[row * runs + run] = rounded(of.x + row * of.K + run * RUN, std::min(RUN, of.K - run * RUN), numbers + (row * runs + run) * RUN);
   of.rounded = numbers, of.steps = steps;
-  return of;
+}
+
+// A product in pieces of its weights' panels.
+struct SharedProduct : Work {
+  std::vector<Tensor> kept;
+  Product of;
+  Scratch scratch;
+  Multiply multiply;
+  std::vector<int64_t> ends;  // panels
+
+  int64_t first(int64_t piece) const { return piece ? ends[piece - 1] : 0; }
+  int64_t first_output(int64_t piece) const { return first(piece) * LANES; }
+  int64_t num_outputs(int64_t piece) const { return std::min(ends[piece] * LANES, of.N) - first_output(piece); }
+
+  int64_t result_size(int64_t piece) const override { return of.M * num_outputs(piece); }
+  void compute(int64_t piece, float* result) const override {
+    Product mine = of;
+    mine.stride = num_outputs(piece), mine.y = result - first_output(piece);
+    multiply(mine, first(piece), ends[piece]);
+  }
+  void publish(int64_t piece, const float* result) const override {
+    int64_t outputs = num_outputs(piece);
+    for (int64_t row = 0; row < of.M; row++) std::memcpy(of.y + row * of.stride + first_output(piece), result + row * outputs, outputs * sizeof(float));
+  }
+};
+
+// `together`: panels that a thread multiplies side by side, at most
+static void multiply_all(std::shared_ptr<SharedProduct> work, int64_t num_panels, int64_t together) {
+  const Product& of = work->of;
+  int64_t units = (num_panels + together - 1) / together, size = together * of.size;
+  if (of.M > MOST_SHARED_ROWS)
+    return parallel_for(units, LEAST_BYTES / size + 1, [&](int64_t begin, int64_t end) { work->multiply(of, begin * together, std::min(end * together, num_panels)); });
+  for (int64_t end : pieces_of(units, LEAST_BYTES / size + 1, MOST_BYTES / size + 1)) work->ends.push_back(std::min(end * together, num_panels));
+  work->num_pieces = work->ends.size();
+  share(std::move(work));
 }
 
 template <typename W>
-static void product_of(Product of, const Tensor& panels) {
+static void product_of(Product of, const Tensor& panels, std::vector<Tensor> kept) {
   constexpr bool fits_tiles = std::is_same_v<W, BFloat16> || std::is_same_v<W, Twelve> || std::is_same_v<W, int8_t>;
   bool in_tiles = fits_tiles && has_tiles;
   int64_t per_lane = std::is_same_v<W, int8_t> && in_tiles ? 4 : PER_LANE<W>;
   bool is_packed = std::is_same_v<W, Twelve> ? has_shape(panels, ScalarType::Byte, {-1, coded_size(of.K)}) : panels.dim() == 4 && panels.size(2) == LANES && panels.size(3) == per_lane;
   STD_TORCH_CHECK(is_packed && panels.size(0) == (of.N + LANES - 1) / LANES, "panels must be packed for this processor");
   STD_TORCH_CHECK(panels.dim() == 2 || panels.size(1) == (of.K + per_lane - 1) / per_lane, "rows must be float32, of the weight's width");
-  if (!of.M) return;
-  if constexpr (fits_tiles) if (in_tiles) return multiplied_in_tiles<W>(of, panels.size(0));
-  if constexpr (std::is_same_v<W, int8_t>) of = in_steps(of);
-  int64_t blocks = (of.M + MOST_ROWS<W> - 1) / MOST_ROWS<W>;
-  multiplied_by<W>((of.M + blocks - 1) / blocks, of, panels.size(0));
+  // Rows that are multiplied together, at most; in tiles, their parts stay in the second cache while all weights pass by.
+  int64_t left = of.M, parts = in_tiles ? (left + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE : std::min<int64_t>(left, 1);
+  for (; parts; parts--, of.x += of.M * of.K, of.y += of.M * of.N, left -= of.M) {
+    of.M = (left + parts - 1) / parts;
+    auto work = std::make_shared<SharedProduct>();
+    work->kept = kept, work->of = of;
+#if defined(HAS_TILES)
+    if constexpr (fits_tiles) if (in_tiles) {
+      work->of.blocks = blocks_of<InTile<W>>(of, work->scratch), work->multiply = multiply_in_tiles<W>;
+      multiply_all(std::move(work), panels.size(0), 6);
+      continue;
+    }
+#endif
+    if constexpr (std::is_same_v<W, int8_t>) round_rows(work->of, work->scratch);
+    int64_t blocks = (of.M + MOST_ROWS<W> - 1) / MOST_ROWS<W>;
+    work->multiply = in_blocks_of<W>((of.M + blocks - 1) / blocks);
+    multiply_all(std::move(work), panels.size(0), STREAMS);
+  }
 }
 
 // x (..., K) float32, panels (P, K / PER_LANE, LANES, PER_LANE) or (P, coded_size) bytes, scales and bias (N,) float32 -> (..., N) float32
@@ -687,13 +731,15 @@ static Tensor product(const Tensor& given, const Tensor& panels, std::optional<T
   Tensor y = made(shape, ScalarType::Float);
   int64_t size = panels.size(0) ? panels.numel() * panels.element_size() / panels.size(0) : 0;
   Product of{numbers<float>(x), nullptr, nullptr, numbers<char>(panels), size, numbers<float>(scales),
-             numbers<float>(bias), numbers<float>(y), M, K, width};
+             numbers<float>(bias), numbers<float>(y), width, M, K, width, {}};
+  std::vector<Tensor> kept{x, panels};
+  for (const auto& each : {scales, bias}) if (each) kept.push_back(*each);
   switch (panels.scalar_type()) {
-    case ScalarType::Float: product_of<float>(of, panels); break;
-    case ScalarType::BFloat16: product_of<BFloat16>(of, panels); break;
-    case ScalarType::Half: product_of<Half>(of, panels); break;
-    case ScalarType::Char: product_of<int8_t>(of, panels); break;
-    case ScalarType::Byte: product_of<Twelve>(of, panels); break;
+    case ScalarType::Float: product_of<float>(of, panels, kept); break;
+    case ScalarType::BFloat16: product_of<BFloat16>(of, panels, kept); break;
+    case ScalarType::Half: product_of<Half>(of, panels, kept); break;
+    case ScalarType::Char: product_of<int8_t>(of, panels, kept); break;
+    case ScalarType::Byte: product_of<Twelve>(of, panels, kept); break;
     default: STD_TORCH_CHECK(false, "panels must be float32, bfloat16, float16, int8, or bytes of twelve bits a weight");
   }
   return y;
@@ -724,7 +770,7 @@ template <typename Source>
 static int64_t narrowest_of(const Source* from, int64_t count) {
   constexpr int64_t PART = 1 << 16;
   std::atomic<bool> fits_bfloat16 = true, fits_half = true;
-  torch::stable::parallel_for(0, (count + PART - 1) / PART, 1, [&](int64_t begin, int64_t end) {
+  parallel_for((count + PART - 1) / PART, 1, [&](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end && (fits_bfloat16 || fits_half); part++) {
       int64_t last = std::min(count, (part + 1) * PART);
       if (fits_bfloat16) {
@@ -789,10 +835,11 @@ static void packed(const Tensor& weight, const Tensor& panels, const std::option
   int64_t N = weight.size(0), K = weight.size(1), size = panels.size(1) * LANES * PER;
   const Source* from = numbers<Source>(weight);
   W* to = numbers<W>(panels);
-  torch::stable::parallel_for(row / LANES, (row + N + LANES - 1) / LANES, 1, [&](int64_t begin, int64_t end) {
+  int64_t first_panel = row / LANES, num_panels = (row + N + LANES - 1) / LANES - first_panel;
+  parallel_for(num_panels, 1, [&](int64_t begin, int64_t end) {
     std::vector<W> held;
     std::vector<float> wide;
-    for (int64_t panel = begin; panel < end; panel++) {
+    for (int64_t panel = first_panel + begin; panel < first_panel + end; panel++) {
       int64_t first = std::max(row, panel * LANES), last = std::min(row + N, (panel + 1) * LANES), lanes = last - first;
       const Source* rows = from + (first - row) * K;
       if constexpr (std::is_same_v<Source, W>) {
@@ -868,7 +915,7 @@ static int64_t encoded_from(const Tensor& weight, const Tensor& panels, int64_t 
   int64_t N = weight.size(0), K = weight.size(1);
   std::atomic<int64_t> num_apart = 0;
   std::atomic<bool> fits = true;
-  torch::stable::parallel_for(0, (N + LANES - 1) / LANES, 1, [&](int64_t begin, int64_t end) {
+  parallel_for((N + LANES - 1) / LANES, 1, [&](int64_t begin, int64_t end) {
     std::vector<uint16_t> wide(coded_columns(K) * LANES), narrow;
     for (int64_t panel = begin; panel < end && fits; panel++) {
       const Source* rows = numbers<Source>(weight) + panel * LANES * K;
@@ -905,7 +952,7 @@ static int64_t encode_twelve(const Tensor& weight, const Tensor& panels, int64_t
 static Tensor decode_twelve(const Tensor& panels, int64_t N, int64_t K) {
   STD_TORCH_CHECK(has_shape(panels, ScalarType::Byte, {(N + LANES - 1) / LANES, coded_size(K)}), "panels must be those of such a weight");
   Tensor weight = made({N, K}, ScalarType::BFloat16);
-  torch::stable::parallel_for(0, panels.size(0), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(panels.size(0), 1, [&](int64_t begin, int64_t end) {
     for (int64_t first = begin * LANES; first < end * LANES; first += LANES) {
       const Coded panel(numbers<char>(panels) + first / LANES * panels.size(1), K);
       BFloat16* to = numbers<BFloat16>(weight) + first * K;
@@ -1176,7 +1223,24 @@ static void attend_chunk(const Attention& of, int64_t row, int64_t group, int64_
     }
 }
 
-static void attend_nodes(const Attention& of, int64_t first, int64_t nodes) {
+// Attention of some nodes, a chunk of a row's key head in each piece; the last chunks, which are not whole, come last.
+struct SharedAttention : Work {
+  std::vector<Tensor> kept;
+  Attention of;
+  int64_t first, nodes, first_chunk, pairs, chunks, Q;
+  float* partials;  // (pairs, chunks, Q * (2 + E))
+
+  int64_t result_size(int64_t = 0) const override { return Q * (2 + of.E); }
+  void compute(int64_t piece, float* result) const override {
+    int64_t pair = piece % pairs, chunk = piece / pairs;
+    attend_chunk(of, pair / of.groups, pair % of.groups, first, nodes, first_chunk + chunk, {result, result + Q, result + 2 * Q});
+  }
+  void publish(int64_t piece, const float* result) const override {
+    std::memcpy(partials + (piece % pairs * chunks + piece / pairs) * result_size(), result, result_size() * sizeof(float));
+  }
+};
+
+static void attend_nodes(const Attention& of, int64_t first, int64_t nodes, const std::vector<Tensor>& kept) {
   thread_local Scratch scratch;
   int64_t shared = of.heads / of.groups, Q = shared * nodes, first_chunk = std::numeric_limits<int64_t>::max(), end_chunk = 0;
   for (int64_t row = 0; row < of.B; row++)
@@ -1193,14 +1257,11 @@ static void attend_nodes(const Attention& of, int64_t first, int64_t nodes) {
     float* of_chunk = memory + (pair * chunks + chunk) * per_chunk;
     return Partial{of_chunk, of_chunk + Q, of_chunk + 2 * Q};
   };
-  std::atomic<int64_t> next = 0;  // chunks to whoever is free, the last ones, which are not whole, at the end
-  torch::stable::parallel_for(0, pairs * chunks, 1, [&](int64_t, int64_t) {
-    for (int64_t task = next++; task < pairs * chunks; task = next++) {
-      int64_t pair = task % pairs, chunk = task / pairs;
-      attend_chunk(of, pair / of.groups, pair % of.groups, first, nodes, first_chunk + chunk, partial(pair, chunk));
-    }
-  });
-  torch::stable::parallel_for(0, pairs * Q, std::max<int64_t>(1, JOINED / (chunks * of.E + 1)), [&](int64_t begin, int64_t end) {
+  auto work = std::make_shared<SharedAttention>();
+  work->num_pieces = pairs * chunks, work->kept = kept, work->of = of, work->first = first, work->nodes = nodes;
+  work->first_chunk = first_chunk, work->pairs = pairs, work->chunks = chunks, work->Q = Q, work->partials = memory;
+  share(std::move(work));
+  parallel_for(pairs * Q, std::max<int64_t>(1, JOINED / (chunks * of.E + 1)), [&](int64_t begin, int64_t end) {
     for (int64_t each = begin; each < end; each++) {
       int64_t pair = each / Q, q = each % Q, head = pair % of.groups * shared + q / nodes;
       float *output = of.output + ((pair / of.groups * of.N + first + q % nodes) * of.heads + head) * of.E, top = of.sinks ? of.sinks[head] : NOTHING;
@@ -1264,8 +1325,10 @@ static Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value
                {query.stride(0), query.stride(1), query.stride(2)}, {key.stride(0), key.stride(1), key.stride(2)}, {value.stride(0), value.stride(1), value.stride(2)},
                numbers<int32_t>(seen), numbers<float>(sinks), numbers<float>(output),
                B, heads, key.size(1), N, query.size(3), E, seen.size(3) - 2, static_cast<float>(scale), static_cast<float>(cap)};
+  std::vector<Tensor> kept{query, key, value, seen};
+  if (sinks) kept.push_back(*sinks);
   int64_t together = std::max<int64_t>(1, MOST_QUERIES / shared);
-  for (int64_t first = 0; first < N; first += together) attend_nodes(of, first, std::min(together, N - first));
+  for (int64_t first = 0; first < N; first += together) attend_nodes(of, first, std::min(together, N - first), kept);
   return output;
 }
 
@@ -1568,7 +1631,7 @@ static std::tuple<std::vector<Tensor>, bool> grow(Tensor logits, std::optional<T
     int64_t from = at ? numbers<int64_t>(at)[node] : 0;
     return from < 0 ? nothing.data() : numbers<int64_t>(children) + (node / M * T + from) * spread;
   };
-  torch::stable::parallel_for(0, B * M, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(B * M, 1, [&](int64_t begin, int64_t end) {
     for (int64_t node = begin; node < end; node++) {
       int64_t row = node / M;
       level.follow(numbers<float>(logits) + node * C, sharpness ? numbers<float>(sharpness)[row] : 1.f, noise ? numbers<float>(noise) + row * noise->stride(0) + (depth - 1) * noise->stride(1) : nullptr,
@@ -1688,7 +1751,7 @@ static Tensor hashed_bits(Tensor seeds, Tensor positions, int64_t V) {
   Tensor bits = made({B, L, V}, ScalarType::Int);
   Words within;
   for (int lane = 0; lane < LANES; lane++) within[lane] = lane;
-  torch::stable::parallel_for(0, B * L, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(B * L, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       uint64_t seed = numbers<int64_t>(seeds)[i / L];
       uint32_t row = mixed(static_cast<uint32_t>(seed) ^ mixed(static_cast<uint32_t>(seed >> 32) + GOLDEN));

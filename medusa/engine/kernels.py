@@ -66,9 +66,9 @@ from medusa.engine.libraries import (
     kept_library,
 )
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "group_quantised.cpp"))
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "tiles.h", "group_quantised.h"))
-FLAGS = ("-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-w")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "group_quantised.cpp", "threads.cpp"))
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "tiles.h", "group_quantised.h", "threads.h"))
+FLAGS = ("-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-pthread", "-w")
 """A multiplication and an addition are fused only where the source says so, so that all bits are
 reproducible."""
 
@@ -171,7 +171,7 @@ def _built(compiler: str, path: Path) -> Path:
     ]
     with ThreadPoolExecutor(len(commands)) as threads:
         list(threads.map(_run, commands))
-    _run([compiler, "-shared", *map(str, objects), "-o", str(path), *linked])
+    _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(path), *linked])
     for made in objects:
         made.unlink()
     return path

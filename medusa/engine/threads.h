@@ -1,0 +1,53 @@
+// Threads that share the work of an operator, on a machine that may have other work too.
+//
+// Work is cut into pieces, which threads claim one after the other. With a fixed share for each thread, all would wait
+// whenever the system gives one thread's core to another process, for milliseconds each time.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+// Work whose pieces can be computed by more than one thread: a thread that finds nothing left to claim also computes a
+// piece that another has claimed and not finished, and whoever is first publishes its result. The results of both are the same.
+//
+// So a thread may still compute when the work is finished and its caller has gone on. All that `compute` reads must
+// therefore belong to the work, or be kept by it; what `publish` writes to need not.
+struct Work {
+  int64_t num_pieces = 0;
+
+  virtual ~Work() = default;
+  // Numbers of a piece's result.
+  virtual int64_t result_size(int64_t piece) const = 0;
+  virtual void compute(int64_t piece, float* result) const = 0;
+  virtual void publish(int64_t piece, const float* result) const = 0;
+};
+
+// Returns when all pieces are published.
+void share(std::shared_ptr<const Work> work);
+
+// Work that one thread computes at a time, and whose results are written where they belong.
+struct Loop {
+  void (*call)(const void* body, int64_t begin, int64_t end);
+  const void* body;
+  int64_t count, grain;
+};
+void run(const Loop& loop);
+
+// Calls body(begin, end) for ranges that make up 0 to `count`, each of `grain` or more if there are so many.
+template <typename Body>
+void parallel_for(int64_t count, int64_t grain, const Body& body) {
+  run({[](const void* body, int64_t begin, int64_t end) { (*static_cast<const Body*>(body))(begin, end); }, &body, count, grain});
+}
+
+// The ends of pieces of `total` (bytes, say), none larger than `most`: large ones first, so that each thread reads on for
+// long, then ever smaller ones down to `least`, so that all threads end together.
+std::vector<int64_t> pieces_of(int64_t total, int64_t least, int64_t most);
+
+// Bytes of weights that make up a piece of a product.
+constexpr int64_t LEAST_BYTES = 1 << 16, MOST_BYTES = 1 << 22;
+// Rows of a product, at most, whose results are written twice: first to the thread's memory, then where they belong.
+constexpr int64_t MOST_SHARED_ROWS = 16;
