@@ -1,4 +1,5 @@
-"""Threads of the kernels: the same bits with any number of them, beside other work, for several callers and after a fork."""
+"""Threads of the kernels: the same bits with any number of them, beside other work, for several callers, and
+in a forked process."""
 
 import os
 import signal
@@ -11,13 +12,13 @@ import gguf
 import pytest
 import torch
 from conftest import needs_kernels
+from test_group_quantised import NUM_INPUTS, quantised
 
 from medusa.base.attention import seen_slots
 from medusa.engine import kernels
 from medusa.engine.group_quantised import GroupQuantisedMatmul
 from medusa.engine.kernels import PackedMatmul
 from medusa.trees.candidate_tree import TreeTopology
-from test_group_quantised import NUM_INPUTS, quantised
 
 pytestmark = needs_kernels
 NUM_OUTPUTS = 2048
