@@ -148,9 +148,7 @@ def hashed_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     Only shifts, exclusive ors and products of 32-bit integers: the same on every device. The kernels, if
     loaded, take a tenth of the time.
     """
-    # Traced code must run on any device, and the kernels' operators would not.
-    is_traced = torch.compiler.is_compiling() or type(seeds) is not Tensor
-    if seeds.device.type == "cpu" and not is_traced and are_loaded():
+    if _runs_on_kernels(seeds):
         return cast(Tensor, torch.ops.medusa.hashed_bits(seeds, positions, vocab_size))
     low, high = _halves(seeds)
     at, _ = _halves(positions)
@@ -161,6 +159,13 @@ def hashed_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     return mixed.bitwise_and_(0x7FFFFFFF)  # (B, L, V)
 
 
+def _runs_on_kernels(given: Tensor) -> bool:
+    """Whether the kernels compute for this tensor. Traced code must run on any device, and their operators
+    would not."""
+    is_traced = torch.compiler.is_compiling() or type(given) is not Tensor
+    return given.device.type == "cpu" and not is_traced and are_loaded()
+
+
 CHUNK = 128
 """Scores whose largest is found first on a CPU, in whole vectors: torch's ``argmax`` reads one by one there,
 and takes eight times as long for 49,152 scores."""
@@ -169,6 +174,8 @@ and takes eight times as long for 49,152 scores."""
 def choose(scores: Tensor, noise: Tensor | None) -> Tensor:
     """argmax(scores + noise) over the last dimension: (..., V) -> (...) long; the first of equals."""
     scores = scores if noise is None else scores + noise
+    if scores.dtype == torch.float32 and _runs_on_kernels(scores):
+        return cast(Tensor, torch.ops.medusa.argmax(scores))
     if scores.device.type != "cpu" or scores.shape[-1] % CHUNK:
         return scores.argmax(dim=-1)
     chunks = scores.unflatten(-1, (-1, CHUNK))

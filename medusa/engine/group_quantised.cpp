@@ -879,7 +879,7 @@ void round_rows(Task& task) {
         for (int64_t row = begin; row < end; row++) round_row<F>(task.x + row * task.K, task.K, type.zero, rows, row);
       };
       if (task.M * task.K < 1 << 16) round(0, task.M);
-      else parallel_for(task.M, 1, round);
+      else torch::stable::parallel_for(0, task.M, 1, round);
     });
   }
 }
@@ -930,17 +930,17 @@ struct SharedProduct : Work {
   std::optional<Tensor> bias;
   Task task;
   float* y;
-  std::vector<int64_t> ends;
+  int64_t size;
 
   SharedProduct(Task given, const Tensor& x, const Tensor& bytes, const std::optional<Tensor>& bias, float* y)
-      : x(x), bytes(bytes), bias(bias), task(std::move(given)), y(y), ends(pieces_of(bytes_of(task.weights), LEAST_BYTES, MOST_BYTES)) {
-    num_pieces = ends.size();
+      : x(x), bytes(bytes), bias(bias), task(std::move(given)), y(y), size(bytes_of(task.weights)) {
+    num_pieces = pieces_of(size, 1);
   }
-  int64_t first(int64_t piece) const { return piece ? ends[piece - 1] : 0; }
+  int64_t first(int64_t piece) const { return size * piece / num_pieces; }
   // The first output of a piece and the one after its last.
   std::pair<int64_t, int64_t> outputs(int64_t piece) const {
     int64_t from = task.N, to = 0;
-    for_pairs(task.weights, first(piece), ends[piece], [&](const Part& part, int64_t pair, int64_t end, int64_t column) {
+    for_pairs(task.weights, first(piece), first(piece + 1), [&](const Part& part, int64_t pair, int64_t end, int64_t column) {
       from = std::min(from, column + pair * 2 * LANES), to = column + std::min(end * 2 * LANES, part.num_outputs);
     });
     return {std::min(from, to), to};
@@ -949,9 +949,9 @@ struct SharedProduct : Work {
     auto [from, to] = outputs(piece);
     return task.M * (to - from);
   }
-  void compute(int64_t piece, float* result) const override {
+  void compute(int64_t piece, int64_t, float* result) const override {
     auto [from, to] = outputs(piece);
-    multiply(task, first(piece), ends[piece], {result - from, to - from});
+    multiply(task, first(piece), first(piece + 1), {result - from, to - from});
   }
   void publish(int64_t piece, const float* result) const override {
     auto [from, to] = outputs(piece);
@@ -982,7 +982,7 @@ Tensor group_quantised_product(const Tensor& x, const Tensor& bytes, const std::
     Task task{weights, rows, numbers<float>(bias), M, K, width, {}};
     if (weights.head->in_whole_numbers) round_rows(task);
     if (M <= MOST_SHARED_ROWS) share(std::make_shared<SharedProduct>(std::move(task), x, bytes, bias, to));
-    else parallel_for(bytes_of(weights), LEAST_BYTES, [&](int64_t first, int64_t last) { multiply(task, first, last, {to, width}); });
+    else torch::stable::parallel_for(0, bytes_of(weights), LEAST_BYTES, [&](int64_t first, int64_t last) { multiply(task, first, last, {to, width}); });
   }
   return y;
 }
@@ -1022,7 +1022,7 @@ void pack_quantised(Tensor bytes, int64_t index, Tensor file_rows, std::optional
   const uint8_t* from = numbers<uint8_t>(file_rows);
   const int64_t* of = numbers<int64_t>(order);
   int64_t size = part.panel_size();
-  parallel_for(2 * part.pairs(), 1, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, 2 * part.pairs(), 1, [&](int64_t begin, int64_t end) {
     with_form(type.form, [&]<typename F>() {
       for (int64_t panel = begin; panel < end; panel++) {
         uint8_t* to = weights.panels(part) + panel * size;
@@ -1048,7 +1048,7 @@ Tensor unpack_quantised(Tensor bytes) {
   Tensor result = made({weights.num_outputs(), K}, ScalarType::Float);
   float* to = numbers<float>(result);
   for (const Part& part : weights) {
-    parallel_for((part.num_outputs + LANES - 1) / LANES, 1, [&](int64_t begin, int64_t end) {
+    torch::stable::parallel_for(0, (part.num_outputs + LANES - 1) / LANES, 1, [&](int64_t begin, int64_t end) {
       with_form(part.of().form, [&]<typename F>() {
         float wide[F::BLOCK * LANES];
         for (int64_t panel = begin; panel < end; panel++)
@@ -1094,6 +1094,6 @@ Tensor quantised_rows(const Tensor& file_rows, const Tensor& ids, int64_t id, in
   };
   int64_t count = which.numel();
   if (count * width < 1 << 16) widen(0, count);
-  else parallel_for(count, 16, widen);
+  else torch::stable::parallel_for(0, count, 16, widen);
   return result;
 }

@@ -395,15 +395,16 @@ static void panels_times_rows(const Product& of, int64_t panel, int64_t last) {
 constexpr int64_t ROWS_AT_ONCE = 128;
 
 // What multiplies rows by the panels of a range.
-using Multiply = void (*)(const Product& of, int64_t panel, int64_t end);
+// `last`: up to which panel the thread is likely to go on.
+using Multiply = void (*)(const Product& of, int64_t panel, int64_t end, int64_t last);
 
 template <typename W, int M = MOST_ROWS<W>>
 static Multiply in_blocks_of(int64_t rows) {
   if constexpr (M > 1) if (rows < M) return in_blocks_of<W, M - 1>(rows);
-  return [](const Product& of, int64_t panel, int64_t end) {
+  return [](const Product& of, int64_t panel, int64_t end, int64_t last) {
     constexpr int J = panels_for<W>(M);
-    for (; panel + J <= end; panel += J) panels_times_rows<W, M, J>(of, panel, end);
-    for (; panel < end; panel++) panels_times_rows<W, M, 1>(of, panel, end);
+    for (; panel + J <= end; panel += J) panels_times_rows<W, M, J>(of, panel, last);
+    for (; panel < end; panel++) panels_times_rows<W, M, 1>(of, panel, last);
   };
 }
 
@@ -621,7 +622,7 @@ static void panels_in_tiles(const Product& of, const Blocks& blocks, int64_t pan
 }
 
 template <typename W>
-static void multiply_in_tiles(const Product& of, int64_t panel, int64_t end) {
+static void multiply_in_tiles(const Product& of, int64_t panel, int64_t end, int64_t last) {
   const Blocks& blocks = of.blocks;
   bool are_few = blocks.count <= FEW_BLOCKS;
   TileShape shapes[8];  // registers below `first_weights` hold as many rows as a block, the others 16
@@ -629,7 +630,7 @@ static void multiply_in_tiles(const Product& of, int64_t panel, int64_t end) {
   for (int i = 0; i < 8; i++) shapes[i] = {i < first_weights ? blocks.rows : TILE_ROWS, TILE_WIDTH};
   TileRegisters registers(shapes);
   auto multiply = [&]<int J, bool ARE_HELD>() {
-    for (; panel + J <= end; panel += J) panels_in_tiles<W, J, ARE_HELD>(of, blocks, panel, end);
+    for (; panel + J <= end; panel += J) panels_in_tiles<W, J, ARE_HELD>(of, blocks, panel, last);
   };
   if constexpr (!std::is_same_v<W, int8_t>) {
     if (blocks.count == 1) multiply.template operator()<6, false>();
@@ -661,33 +662,28 @@ struct SharedProduct : Work {
   Product of;
   Scratch scratch;
   Multiply multiply;
-  std::vector<int64_t> ends;  // panels
+  int64_t num_panels, together;  // `together`: panels that a thread multiplies side by side, at most
 
-  int64_t first(int64_t piece) const { return piece ? ends[piece - 1] : 0; }
-  int64_t first_output(int64_t piece) const { return first(piece) * LANES; }
-  int64_t num_outputs(int64_t piece) const { return std::min(ends[piece] * LANES, of.N) - first_output(piece); }
+  int64_t units() const { return (num_panels + together - 1) / together; }
+  int64_t panel(int64_t piece) const { return std::min(units() * piece / num_pieces * together, num_panels); }
+  int64_t output(int64_t piece) const { return std::min(panel(piece) * LANES, of.N); }
 
-  int64_t result_size(int64_t piece) const override { return of.M * num_outputs(piece); }
-  void compute(int64_t piece, float* result) const override {
+  int64_t result_size(int64_t piece) const override { return of.M * (output(piece + 1) - output(piece)); }
+  void compute(int64_t piece, int64_t end, float* result) const override {
     Product mine = of;
-    mine.stride = num_outputs(piece), mine.y = result - first_output(piece);
-    multiply(mine, first(piece), ends[piece]);
+    mine.stride = output(piece + 1) - output(piece), mine.y = result - output(piece);
+    multiply(mine, panel(piece), panel(piece + 1), panel(end));
   }
   void publish(int64_t piece, const float* result) const override {
-    int64_t outputs = num_outputs(piece);
-    for (int64_t row = 0; row < of.M; row++) std::memcpy(of.y + row * of.stride + first_output(piece), result + row * outputs, outputs * sizeof(float));
+    int64_t first = output(piece), count = output(piece + 1) - first;
+    for (int64_t row = 0; row < of.M; row++) std::memcpy(of.y + row * of.stride + first, result + row * count, count * sizeof(float));
   }
 };
 
-// `together`: panels that a thread multiplies side by side, at most
-static void multiply_all(std::shared_ptr<SharedProduct> work, int64_t num_panels, int64_t together) {
-  const Product& of = work->of;
-  int64_t units = (num_panels + together - 1) / together, size = together * of.size;
-  if (of.M > MOST_SHARED_ROWS)
-    return parallel_for(units, LEAST_BYTES / size + 1, [&](int64_t begin, int64_t end) { work->multiply(of, begin * together, std::min(end * together, num_panels)); });
-  for (int64_t end : pieces_of(units, LEAST_BYTES / size + 1, MOST_BYTES / size + 1)) work->ends.push_back(std::min(end * together, num_panels));
-  work->num_pieces = work->ends.size();
-  share(std::move(work));
+static void multiply_all(std::shared_ptr<SharedProduct> work) {
+  work->num_pieces = pieces_of(work->units(), work->together * work->of.size);
+  if (work->of.M <= MOST_SHARED_ROWS) return share(std::move(work));
+  torch::stable::parallel_for(0, work->num_pieces, 1, [&](int64_t piece, int64_t end) { work->multiply(work->of, work->panel(piece), work->panel(end), work->panel(end)); });
 }
 
 template <typename W>
@@ -703,18 +699,20 @@ static void product_of(Product of, const Tensor& panels, std::vector<Tensor> kep
   for (; parts; parts--, of.x += of.M * of.K, of.y += of.M * of.N, left -= of.M) {
     of.M = (left + parts - 1) / parts;
     auto work = std::make_shared<SharedProduct>();
-    work->kept = kept, work->of = of;
+    work->kept = kept, work->of = of, work->num_panels = panels.size(0);
 #if defined(HAS_TILES)
     if constexpr (fits_tiles) if (in_tiles) {
       work->of.blocks = blocks_of<InTile<W>>(of, work->scratch), work->multiply = multiply_in_tiles<W>;
-      multiply_all(std::move(work), panels.size(0), 6);
+      work->together = std::is_same_v<W, int8_t> ? 2 : work->of.blocks.count == 1 ? 6 : work->of.blocks.count <= FEW_BLOCKS ? 3 : 2;
+      multiply_all(std::move(work));
       continue;
     }
 #endif
     if constexpr (std::is_same_v<W, int8_t>) round_rows(work->of, work->scratch);
     int64_t blocks = (of.M + MOST_ROWS<W> - 1) / MOST_ROWS<W>;
     work->multiply = in_blocks_of<W>((of.M + blocks - 1) / blocks);
-    multiply_all(std::move(work), panels.size(0), STREAMS);
+    work->together = STREAMS;
+    multiply_all(std::move(work));
   }
 }
 
@@ -770,7 +768,7 @@ template <typename Source>
 static int64_t narrowest_of(const Source* from, int64_t count) {
   constexpr int64_t PART = 1 << 16;
   std::atomic<bool> fits_bfloat16 = true, fits_half = true;
-  parallel_for((count + PART - 1) / PART, 1, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, (count + PART - 1) / PART, 1, [&](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end && (fits_bfloat16 || fits_half); part++) {
       int64_t last = std::min(count, (part + 1) * PART);
       if (fits_bfloat16) {
@@ -836,7 +834,7 @@ static void packed(const Tensor& weight, const Tensor& panels, const std::option
   const Source* from = numbers<Source>(weight);
   W* to = numbers<W>(panels);
   int64_t first_panel = row / LANES, num_panels = (row + N + LANES - 1) / LANES - first_panel;
-  parallel_for(num_panels, 1, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, num_panels, 1, [&](int64_t begin, int64_t end) {
     std::vector<W> held;
     std::vector<float> wide;
     for (int64_t panel = first_panel + begin; panel < first_panel + end; panel++) {
@@ -915,7 +913,7 @@ static int64_t encoded_from(const Tensor& weight, const Tensor& panels, int64_t 
   int64_t N = weight.size(0), K = weight.size(1);
   std::atomic<int64_t> num_apart = 0;
   std::atomic<bool> fits = true;
-  parallel_for((N + LANES - 1) / LANES, 1, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, (N + LANES - 1) / LANES, 1, [&](int64_t begin, int64_t end) {
     std::vector<uint16_t> wide(coded_columns(K) * LANES), narrow;
     for (int64_t panel = begin; panel < end && fits; panel++) {
       const Source* rows = numbers<Source>(weight) + panel * LANES * K;
@@ -952,7 +950,7 @@ static int64_t encode_twelve(const Tensor& weight, const Tensor& panels, int64_t
 static Tensor decode_twelve(const Tensor& panels, int64_t N, int64_t K) {
   STD_TORCH_CHECK(has_shape(panels, ScalarType::Byte, {(N + LANES - 1) / LANES, coded_size(K)}), "panels must be those of such a weight");
   Tensor weight = made({N, K}, ScalarType::BFloat16);
-  parallel_for(panels.size(0), 1, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, panels.size(0), 1, [&](int64_t begin, int64_t end) {
     for (int64_t first = begin * LANES; first < end * LANES; first += LANES) {
       const Coded panel(numbers<char>(panels) + first / LANES * panels.size(1), K);
       BFloat16* to = numbers<BFloat16>(weight) + first * K;
@@ -1231,13 +1229,12 @@ struct SharedAttention : Work {
   float* partials;  // (pairs, chunks, Q * (2 + E))
 
   int64_t result_size(int64_t = 0) const override { return Q * (2 + of.E); }
-  void compute(int64_t piece, float* result) const override {
+  void compute(int64_t piece, int64_t, float* result) const override {
     int64_t pair = piece % pairs, chunk = piece / pairs;
     attend_chunk(of, pair / of.groups, pair % of.groups, first, nodes, first_chunk + chunk, {result, result + Q, result + 2 * Q});
   }
-  void publish(int64_t piece, const float* result) const override {
-    std::memcpy(partials + (piece % pairs * chunks + piece / pairs) * result_size(), result, result_size() * sizeof(float));
-  }
+  void publish(int64_t piece, const float* result) const override { std::memcpy(partials_of(piece), result, result_size() * sizeof(float)); }
+  float* partials_of(int64_t piece) const { return partials + (piece % pairs * chunks + piece / pairs) * result_size(); }
 };
 
 static void attend_nodes(const Attention& of, int64_t first, int64_t nodes, const std::vector<Tensor>& kept) {
@@ -1260,7 +1257,14 @@ static void attend_nodes(const Attention& of, int64_t first, int64_t nodes, cons
   auto work = std::make_shared<SharedAttention>();
   work->num_pieces = pairs * chunks, work->kept = kept, work->of = of, work->first = first, work->nodes = nodes;
   work->first_chunk = first_chunk, work->pairs = pairs, work->chunks = chunks, work->Q = Q, work->partials = memory;
-  share(std::move(work));
+  if (of.N <= MOST_SHARED_ROWS) {
+    share(std::move(work));
+  } else {
+    std::atomic<int64_t> next = 0;  // to whoever is free
+    torch::stable::parallel_for(0, pairs * chunks, 1, [&](int64_t, int64_t) {
+      for (int64_t piece = next++; piece < work->num_pieces; piece = next++) work->compute(piece, 0, work->partials_of(piece));
+    });
+  }
   parallel_for(pairs * Q, std::max<int64_t>(1, JOINED / (chunks * of.E + 1)), [&](int64_t begin, int64_t end) {
     for (int64_t each = begin; each < end; each++) {
       int64_t pair = each / Q, q = each % Q, head = pair % of.groups * shared + q / nodes;
@@ -1360,6 +1364,41 @@ static float log_sum_exp(float* x, int64_t size) {
 }
 
 static float log_add_exp(float a, float b) { return a == b ? a + std::log(2.f) : std::max(a, b) + std::log1p(std::exp(-std::abs(a - b))); }
+
+// Whether `a` counts as larger than `b`, as in torch: what is no number is the largest.
+static inline bool is_larger(float a, float b) { return a > b || (std::isnan(a) && !std::isnan(b)); }
+
+// The first of the largest of `count` scores.
+static int64_t first_largest(const float* scores, int64_t count) {
+  constexpr int64_t CHUNK = 64 * LANES;  // whose largest is found in whole vectors
+  int64_t best = 0;
+  for (int64_t begin = 0; begin < count; begin += CHUNK) {
+    int64_t end = std::min(begin + CHUNK, count), i = begin;
+    Vec highest = all(scores[best]), spoilt = {};
+    for (; i + LANES <= end; i += LANES) {
+      Vec score = load(scores + i);
+      highest = larger(score, highest);
+      spoilt += score != score ? all(1.f) : Vec{};
+    }
+    bool is_better = false;
+    for (int lane = 0; lane < LANES; lane++) is_better |= highest[lane] > scores[best] || spoilt[lane] > 0;
+    for (int64_t each = is_better ? begin : i; each < end; each++)
+      if (is_larger(scores[each], scores[best])) best = each;
+  }
+  return best;
+}
+
+// torch's argmax over the last dimension, scores (..., V) float32 -> (...): torch itself reads one by one.
+static Tensor argmax(const Tensor& given) {
+  STD_TORCH_CHECK(given.dim() && given.scalar_type() == ScalarType::Float && given.size(given.dim() - 1) > 0, "scores must be (..., V) float32");
+  Tensor scores = whole(given);
+  std::vector<int64_t> shape(scores.sizes().begin(), scores.sizes().end());
+  int64_t V = shape.back();
+  shape.pop_back();
+  Tensor found = made(shape, ScalarType::Long);
+  for (int64_t row = 0; row < scores.numel() / V; row++) numbers<int64_t>(found)[row] = first_largest(numbers<float>(scores) + row * V, V);
+  return found;
+}
 
 // What all nodes of a level are grown by.
 struct Level {
@@ -1768,6 +1807,7 @@ static Tensor hashed_bits(Tensor seeds, Tensor positions, int64_t V) {
 
 STABLE_TORCH_LIBRARY(medusa, m) {
   m.def("hashed_bits(Tensor seeds, Tensor positions, int vocab_size) -> Tensor");
+  m.def("argmax(Tensor scores) -> Tensor");
   m.def("packed_product(Tensor x, Tensor panels, Tensor? scales, Tensor? bias, int width) -> Tensor");
   m.def("narrowest(Tensor weight) -> int");
   m.def("pack(Tensor weight, Tensor(a!) panels, Tensor(b!)? scales, int row) -> ()");
@@ -1789,6 +1829,7 @@ STABLE_TORCH_LIBRARY(medusa, m) {
   m.def("tiles(bool? wanted) -> bool");
 }
 STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
+  m.impl("argmax", TORCH_BOX(&argmax));
   m.impl("packed_product", TORCH_BOX(&product));
   m.impl("narrowest", TORCH_BOX(&narrowest));
   m.impl("pack", TORCH_BOX(&pack));

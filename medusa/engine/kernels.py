@@ -66,8 +66,12 @@ from medusa.engine.libraries import (
     kept_library,
 )
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "group_quantised.cpp", "threads.cpp"))
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "tiles.h", "group_quantised.h", "threads.h"))
+SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("kernels.cpp", "group_quantised.cpp", "threads.cpp")
+)
+HEADERS = tuple(
+    Path(__file__).with_name(name) for name in ("vectors.h", "tiles.h", "group_quantised.h", "threads.h")
+)
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-pthread", "-w")
 """A multiplication and an addition are fused only where the source says so, so that all bits are
 reproducible."""

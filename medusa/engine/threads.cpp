@@ -6,7 +6,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <mutex>
 #include <thread>
 #if defined(__x86_64__)
@@ -17,9 +16,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a thread waits awake, for the next work or for the end of this one. Within a pass the next work comes sooner;
-// a process that has lost its core gets it back some milliseconds later.
-constexpr auto AWAKE = std::chrono::microseconds(50);
+// How long a thread waits awake for the next work. Within a pass that comes sooner, and waking takes up to some hundred
+// microseconds in a virtual machine. But a caller that has lost its core to another process goes on as soon as a core is idle.
+constexpr auto AWAKE = std::chrono::microseconds(1000);
 // How long a piece is waited for before it is computed once more.
 constexpr auto PATIENCE = std::chrono::microseconds(20);
 
@@ -42,55 +41,97 @@ bool comes_true(Clock::duration time, const Condition& is_so) {
   return is_so();
 }
 
+class SpinLock {
+ public:
+  void lock() {
+    while (is_held.exchange(true, std::memory_order_acquire)) comes_true(PATIENCE, [&] { return !is_held.load(std::memory_order_relaxed); }) ? void() : std::this_thread::yield();
+  }
+  void unlock() { is_held.store(false, std::memory_order_release); }
+
+ private:
+  std::atomic<bool> is_held = false;
+};
+
+// Pieces that follow each other. Its own thread claims them from the front, so that it reads on; another one, which has
+// none left of its own, from the back.
+class Share {
+ public:
+  int64_t end() const { return last; }
+  void set(int32_t first, int32_t end) { left = packed(first, end), last = end; }
+
+  // A piece, or -1.
+  int64_t claim(bool is_own) {
+    for (uint64_t now = left.load(std::memory_order_relaxed);;) {
+      int32_t first = now >> 32, end = static_cast<uint32_t>(now);
+      if (first >= end) return -1;
+      if (left.compare_exchange_weak(now, is_own ? packed(first + 1, end) : packed(first, end - 1))) return is_own ? first : end - 1;
+    }
+  }
+
+ private:
+  std::atomic<uint64_t> left = 0;
+  int64_t last = 0;
+
+  static uint64_t packed(uint32_t first, uint32_t end) { return uint64_t(first) << 32 | end; }
+};
+
 // Work under way.
 class Job {
  public:
-  const int64_t num_helpers;  // threads that may take part, beside the caller's
+  const int64_t num_shares;  // as many as threads may take part; the caller's is the first
 
-  Job(std::shared_ptr<const Work> work, int64_t num_helpers)
-      : num_helpers(num_helpers), work(std::move(work)), is_published(new std::atomic<bool>[this->work->num_pieces]()) {}
-  Job(const Loop& loop, int64_t num_pieces, int64_t num_helpers) : num_helpers(num_helpers), loop(loop), num_ranges(num_pieces) {}
+  Job(std::shared_ptr<const Work> work, int64_t num_shares) : Job(num_shares, work->num_pieces) {
+    this->work = std::move(work);
+    is_published.reset(new std::atomic<bool>[num_pieces]());
+  }
+  Job(const Loop& loop, int64_t num_pieces, int64_t num_shares) : Job(num_shares, num_pieces) { this->loop = loop; }
 
   // Computes pieces as long as there are any to claim.
-  void take_part() {
-    for (int64_t piece; (piece = next.fetch_add(1)) < size();) {
-      if (work) complete(piece);
-      else call(piece);
+  void take_part(int64_t mine) {
+    for (int64_t other = 0; other < num_shares; other++) {
+      Share& share = shares[(mine + other) % num_shares];
+      for (int64_t piece; (piece = share.claim(!other)) >= 0;) {
+        if (work) complete(piece, share.end());
+        else call(piece);
+      }
     }
   }
 
   // Returns when all is done.
   void finish() {
-    take_part();
-    auto is_done = [&] { return num_done.load(std::memory_order_acquire) == size(); };
+    take_part(0);
+    auto is_done = [&] { return num_done.load(std::memory_order_acquire) == num_pieces; };
     while (!comes_true(PATIENCE, is_done)) {
-      for (int64_t piece = 0; work && piece < size(); piece++)
-        if (!is_published[piece].load()) complete(piece);
+      for (int64_t piece = 0; work && piece < num_pieces; piece++)
+        if (!is_published[piece].load()) complete(piece, piece + 1);
       if (!is_done()) std::this_thread::yield();  // to the thread that has the piece, if it waits for this core
     }
   }
 
  private:
-  const std::shared_ptr<const Work> work;  // or null: `loop`
-  const Loop loop{};
-  const int64_t num_ranges = 0;
-  const std::unique_ptr<std::atomic<bool>[]> is_published;
-  std::atomic<int64_t> next = 0, num_done = 0;
+  const int64_t num_pieces;
+  std::shared_ptr<const Work> work;  // or null: `loop`
+  Loop loop{};
+  std::unique_ptr<Share[]> shares;
+  std::unique_ptr<std::atomic<bool>[]> is_published;
+  std::atomic<int64_t> num_done = 0;
 
-  int64_t size() const { return work ? work->num_pieces : num_ranges; }
+  Job(int64_t num_shares, int64_t num_pieces) : num_shares(num_shares), num_pieces(num_pieces), shares(new Share[num_shares]) {
+    for (int64_t i = 0; i < num_shares; i++) shares[i].set(num_pieces * i / num_shares, num_pieces * (i + 1) / num_shares);
+  }
 
-  void complete(int64_t piece) {
+  void complete(int64_t piece, int64_t end) {
     thread_local std::unique_ptr<float[]> result;
     thread_local int64_t room = 0;
     if (int64_t wanted = work->result_size(piece); wanted > room) result.reset(new float[room = wanted]);
-    work->compute(piece, result.get());
+    work->compute(piece, end, result.get());
     if (is_published[piece].exchange(true)) return;
     work->publish(piece, result.get());
     num_done.fetch_add(1, std::memory_order_release);
   }
 
   void call(int64_t piece) {
-    loop.call(loop.body, loop.count * piece / num_ranges, loop.count * (piece + 1) / num_ranges);
+    loop.call(loop.body, loop.count * piece / num_pieces, loop.count * (piece + 1) / num_pieces);
     num_done.fetch_add(1, std::memory_order_release);
   }
 };
@@ -101,7 +142,7 @@ class Pool {
   std::mutex calling;  // held by the thread whose job is under way
 
   void run(const std::shared_ptr<Job>& job) {
-    for (; num_threads < job->num_helpers; num_threads++) std::thread(&Pool::work, this, num_threads).detach();
+    for (; num_threads < job->num_shares - 1; num_threads++) std::thread(&Pool::work, this, num_threads + 1).detach();
     post(job);
     job->finish();
     post(nullptr);  // what it keeps is let go of
@@ -109,39 +150,35 @@ class Pool {
 
  private:
   int64_t num_threads = 0;
-  std::mutex posting;
-  std::condition_variable posted;
+  SpinLock lock;  // of `job`; a mutex would put to sleep who waits for it
   std::shared_ptr<Job> job;
-  std::atomic<int64_t> round = 0;
-  int64_t num_asleep = 0;
+  std::atomic<int32_t> round = 0, num_asleep = 0;
 
   void post(std::shared_ptr<Job> next) {
-    bool wakes;
+    bool is_new = next != nullptr;
     {
-      std::lock_guard lock(posting);
+      std::lock_guard held(lock);
       job.swap(next);
-      if (!job) return;
-      round++;
-      wakes = num_asleep > 0;
     }
-    if (wakes) posted.notify_all();
+    if (!is_new) return;
+    round++;
+    if (num_asleep) round.notify_all();
   }
 
-  void work(int64_t index) {
-    for (int64_t seen = 0;;) {
-      bool is_awake = comes_true(AWAKE, [&] { return round.load(std::memory_order_relaxed) != seen; });
+  void work(int64_t share) {
+    for (int32_t seen = 0;;) {
+      if (!comes_true(AWAKE, [&] { return round.load(std::memory_order_relaxed) != seen; })) {
+        num_asleep++;
+        round.wait(seen);
+        num_asleep--;
+      }
+      seen = round;
       std::shared_ptr<Job> mine;
       {
-        std::unique_lock lock(posting);
-        if (!is_awake) {
-          num_asleep++;
-          posted.wait(lock, [&] { return round != seen; });
-          num_asleep--;
-        }
-        seen = round;
+        std::lock_guard held(lock);
         mine = job;
       }
-      if (mine && index < mine->num_helpers) mine->take_part();
+      if (mine && share < mine->num_shares) mine->take_part(share);
     }
   }
 };
@@ -152,18 +189,18 @@ Pool* pool = new Pool;
 void run_shared(int64_t num_pieces, auto make_job) {
   static const int registered = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
   (void)registered;
-  int64_t helpers = std::min<int64_t>(torch::stable::get_num_threads(), num_pieces) - 1;
+  int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), num_pieces);
   // Another thread's job is under way: this one then computes alone.
   std::unique_lock lock(pool->calling, std::defer_lock);
-  if (helpers > 0 && lock.try_lock()) pool->run(make_job(helpers));
-  else make_job(0)->finish();
+  if (threads > 1 && lock.try_lock()) pool->run(make_job(threads));
+  else make_job(1)->finish();
 }
 
 }  // namespace
 
 void share(std::shared_ptr<const Work> work) {
   int64_t num_pieces = work->num_pieces;
-  run_shared(num_pieces, [&](int64_t helpers) { return std::make_shared<Job>(std::move(work), helpers); });
+  run_shared(num_pieces, [&](int64_t shares) { return std::make_shared<Job>(std::move(work), shares); });
 }
 
 void run(const Loop& loop) {
@@ -173,15 +210,12 @@ void run(const Loop& loop) {
     if (loop.count > 0) loop.call(loop.body, 0, loop.count);
     return;
   }
-  run_shared(pieces, [&](int64_t helpers) { return std::make_shared<Job>(loop, pieces, helpers); });
+  run_shared(pieces, [&](int64_t shares) { return std::make_shared<Job>(loop, pieces, shares); });
 }
 
-std::vector<int64_t> pieces_of(int64_t total, int64_t least, int64_t most) {
-  int64_t threads = torch::stable::get_num_threads();
-  std::vector<int64_t> ends;
-  for (int64_t begin = 0; begin < total;) {
-    int64_t left = total - begin, size = threads == 1 ? left : std::clamp(left / (2 * threads), std::min(least, left), most);
-    ends.push_back(begin += size);
-  }
-  return ends;
+int64_t pieces_of(int64_t units, int64_t unit) {
+  int64_t threads = torch::stable::get_num_threads(), size = std::clamp(units * unit / (16 * threads), LEAST_BYTES, MOST_BYTES);
+  if (threads == 1) return std::min<int64_t>(units, 1);
+  int64_t of_each = (units * unit / size + threads - 1) / threads;
+  return std::clamp<int64_t>(of_each * threads, std::min(units, threads), units);
 }

@@ -1,15 +1,13 @@
 // Threads that share the work of an operator, on a machine that may have other work too.
 //
-// Work is cut into pieces, which threads claim one after the other. With a fixed share for each thread, all would wait
-// whenever the system gives one thread's core to another process, for milliseconds each time.
+// Work is cut into pieces, and every thread has a share of them; one that is ready goes on with pieces of the others' shares.
+// Else all would wait whenever the system gives one thread's core to another process, for milliseconds each time.
 
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <utility>
-#include <vector>
 
 // Work whose pieces can be computed by more than one thread: a thread that finds nothing left to claim also computes a
 // piece that another has claimed and not finished, and whoever is first publishes its result. The results of both are the same.
@@ -22,7 +20,8 @@ struct Work {
   virtual ~Work() = default;
   // Numbers of a piece's result.
   virtual int64_t result_size(int64_t piece) const = 0;
-  virtual void compute(int64_t piece, float* result) const = 0;
+  // `end`: the pieces up to this one are likely to be computed by this thread, one after the other.
+  virtual void compute(int64_t piece, int64_t end, float* result) const = 0;
   virtual void publish(int64_t piece, const float* result) const = 0;
 };
 
@@ -43,11 +42,10 @@ void parallel_for(int64_t count, int64_t grain, const Body& body) {
   run({[](const void* body, int64_t begin, int64_t end) { (*static_cast<const Body*>(body))(begin, end); }, &body, count, grain});
 }
 
-// The ends of pieces of `total` (bytes, say), none larger than `most`: large ones first, so that each thread reads on for
-// long, then ever smaller ones down to `least`, so that all threads end together.
-std::vector<int64_t> pieces_of(int64_t total, int64_t least, int64_t most);
+// Bytes of weights that make up a piece of a product, about.
+constexpr int64_t LEAST_BYTES = 1 << 16, MOST_BYTES = 1 << 20;
+// In how many pieces to cut a product with `units` times `unit` bytes of weights.
+int64_t pieces_of(int64_t units, int64_t unit);
 
-// Bytes of weights that make up a piece of a product.
-constexpr int64_t LEAST_BYTES = 1 << 16, MOST_BYTES = 1 << 22;
 // Rows of a product, at most, whose results are written twice: first to the thread's memory, then where they belong.
 constexpr int64_t MOST_SHARED_ROWS = 16;

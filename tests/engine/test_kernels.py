@@ -380,6 +380,20 @@ def test_the_kernels_draw_the_bits_that_every_device_draws(seeds, first, num_pos
     assert torch.equal(torch.ops.medusa.hashed_bits(*given), drawn)
 
 
+@needs_kernels
+@pytest.mark.parametrize("size", [1, 15, 16, 1024, 5000])
+def test_the_largest_score_is_the_one_that_torch_finds(size):
+    kernels.lanes()  # loads them
+    scores = torch.randint(-9, 9, (40, size)).float()  # many equals
+    special = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    for row, kind in enumerate(special.repeat(10)):
+        scores[row, torch.randperm(size)[: 1 + size // 50]] = kind
+    scores[-1] = -float("inf")
+    scores[-2] = float("nan")
+    assert torch.equal(torch.ops.medusa.argmax(scores), scores.argmax(-1))
+    assert torch.equal(torch.ops.medusa.argmax(scores.T.contiguous().T), scores.argmax(-1))
+
+
 def attend(query, key, value, seen, scaling=0.3, **options):
     return kernels.tree_attention(nn.Module(), query, key, value, seen, scaling, **options)[0]
 
