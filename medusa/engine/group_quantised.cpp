@@ -879,6 +879,7 @@ void round_rows(Task& task) {
         for (int64_t row = begin; row < end; row++) round_row<F>(task.x + row * task.K, task.K, type.zero, rows, row);
       };
       if (task.M * task.K < 1 << 16) round(0, task.M);
+      else if (task.M <= MOST_SHARED_ROWS) parallel_for(task.M, 1, round);  // torch's threads would wait beside ours
       else torch::stable::parallel_for(0, task.M, 1, round);
     });
   }
@@ -1093,7 +1094,7 @@ Tensor quantised_rows(const Tensor& file_rows, const Tensor& ids, int64_t id, in
     });
   };
   int64_t count = which.numel();
-  if (count * width < 1 << 16) widen(0, count);
+  if (count <= MOST_SHARED_ROWS || count * width < 1 << 16) widen(0, count);
   else torch::stable::parallel_for(0, count, 16, widen);
   return result;
 }
