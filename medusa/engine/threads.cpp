@@ -1,3 +1,5 @@
+// Each job has a share for every thread; the caller's is the first. A caller waits for results, never for threads.
+
 #include "threads.h"
 
 #include <torch/csrc/stable/ops.h>
@@ -30,7 +32,7 @@ void pause() {
 #endif
 }
 
-// Whether `is_so` came true in time.
+// Whether `is_so` came true in time; the thread stays awake meanwhile.
 template <typename Condition>
 bool comes_true(Clock::duration time, const Condition& is_so) {
   for (auto end = Clock::now() + time; Clock::now() < end;)
@@ -41,10 +43,12 @@ bool comes_true(Clock::duration time, const Condition& is_so) {
   return is_so();
 }
 
+// For some instructions at a time: who waits for a mutex is put to sleep.
 class SpinLock {
  public:
   void lock() {
-    while (is_held.exchange(true, std::memory_order_acquire)) comes_true(PATIENCE, [&] { return !is_held.load(std::memory_order_relaxed); }) ? void() : std::this_thread::yield();
+    while (is_held.exchange(true, std::memory_order_acquire))
+      if (!comes_true(PATIENCE, [&] { return !is_held.load(std::memory_order_relaxed); })) std::this_thread::yield();
   }
   void unlock() { is_held.store(false, std::memory_order_release); }
 
@@ -150,7 +154,7 @@ class Pool {
 
  private:
   int64_t num_threads = 0;
-  SpinLock lock;  // of `job`; a mutex would put to sleep who waits for it
+  SpinLock lock;  // of `job`
   std::shared_ptr<Job> job;
   std::atomic<int32_t> round = 0, num_asleep = 0;
 
