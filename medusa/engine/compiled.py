@@ -48,7 +48,6 @@ from medusa.engine.kernels import PackedMatmul
 from medusa.engine.libraries import digest_of, kept_library
 from medusa.engine.programs import Part, Program
 from medusa.engine.views import JoinedLinear
-from medusa.hardware import release_threads
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 VECTOR = 16
@@ -122,7 +121,6 @@ class CompiledPass:
         layers: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor]:
         """As :func:`medusa.base.causal_lm.verify` of ``base``, which is the view."""
-        release_threads()  # of torch, which would wait beside those that the kernels compute with
         inputs = tree_inputs(base, tokens, topology, cache, first_node, self._windows)
         given = [each.contiguous() for each in _tensors(inputs)]
         shared = [*given, *self._before(given)]

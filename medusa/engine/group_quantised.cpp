@@ -879,8 +879,7 @@ void round_rows(Task& task) {
         for (int64_t row = begin; row < end; row++) round_row<F>(task.x + row * task.K, task.K, type.zero, rows, row);
       };
       if (task.M * task.K < 1 << 16) round(0, task.M);
-      else if (task.M <= MOST_SHARED_ROWS) parallel_for(task.M, 1, round);  // torch's threads would wait beside ours
-      else torch::stable::parallel_for(0, task.M, 1, round);
+      else parallel_for(task.M, 1, round);
     });
   }
 }
@@ -925,7 +924,7 @@ void multiply(const Task& task, int64_t first, int64_t last, const Target& to) {
   });
 }
 
-// A product of few rows, in pieces of its weights' bytes.
+// A product of some rows, in pieces of its weights' bytes.
 struct SharedProduct : Work {
   Tensor x, bytes;
   std::optional<Tensor> bias;
@@ -958,6 +957,7 @@ struct SharedProduct : Work {
     auto [from, to] = outputs(piece);
     for (int64_t row = 0; row < task.M; row++) std::memcpy(y + row * task.N + from, result + row * (to - from), (to - from) * sizeof(float));
   }
+  void run(int64_t from, int64_t to) const override { multiply(task, first(from), first(to), {y, task.N}); }
 };
 
 }  // namespace
@@ -982,8 +982,7 @@ Tensor group_quantised_product(const Tensor& x, const Tensor& bytes, const std::
     M = (left + chunks - 1) / chunks;
     Task task{weights, rows, numbers<float>(bias), M, K, width, {}};
     if (weights.head->in_whole_numbers) round_rows(task);
-    if (M <= MOST_SHARED_ROWS) share(std::make_shared<SharedProduct>(std::move(task), x, bytes, bias, to));
-    else torch::stable::parallel_for(0, bytes_of(weights), LEAST_BYTES, [&](int64_t first, int64_t last) { multiply(task, first, last, {to, width}); });
+    share(std::make_shared<SharedProduct>(std::move(task), x, bytes, bias, to));
   }
   return y;
 }
@@ -1094,7 +1093,7 @@ Tensor quantised_rows(const Tensor& file_rows, const Tensor& ids, int64_t id, in
     });
   };
   int64_t count = which.numel();
-  if (count <= MOST_SHARED_ROWS || count * width < 1 << 16) widen(0, count);
-  else torch::stable::parallel_for(0, count, 16, widen);
+  if (count * width < 1 << 16) widen(0, count);
+  else parallel_for(count, 16, widen);
   return result;
 }

@@ -678,12 +678,12 @@ struct SharedProduct : Work {
     int64_t first = output(piece), count = output(piece + 1) - first;
     for (int64_t row = 0; row < of.M; row++) std::memcpy(of.y + row * of.stride + first, result + row * count, count * sizeof(float));
   }
+  void run(int64_t first, int64_t last) const override { multiply(of, panel(first), panel(last), panel(last)); }
 };
 
 static void multiply_all(std::shared_ptr<SharedProduct> work) {
   work->num_pieces = pieces_of(work->units(), work->together * work->of.size);
-  if (work->of.M <= MOST_SHARED_ROWS) return share(std::move(work));
-  torch::stable::parallel_for(0, work->num_pieces, 1, [&](int64_t piece, int64_t end) { work->multiply(work->of, work->panel(piece), work->panel(end), work->panel(end)); });
+  share(std::move(work));
 }
 
 template <typename W>
@@ -1227,6 +1227,7 @@ struct SharedAttention : Work {
   Attention of;
   int64_t first, nodes, first_chunk, pairs, chunks, Q;
   float* partials;  // (pairs, chunks, Q * (2 + E))
+  mutable std::atomic<int64_t> next = 0;  // `run` gives pieces to whoever is free
 
   int64_t result_size(int64_t = 0) const override { return Q * (2 + of.E); }
   void compute(int64_t piece, int64_t, float* result) const override {
@@ -1234,6 +1235,9 @@ struct SharedAttention : Work {
     attend_chunk(of, pair / of.groups, pair % of.groups, first, nodes, first_chunk + chunk, {result, result + Q, result + 2 * Q});
   }
   void publish(int64_t piece, const float* result) const override { std::memcpy(partials_of(piece), result, result_size() * sizeof(float)); }
+  void run(int64_t, int64_t) const override {
+    for (int64_t piece = next++; piece < num_pieces; piece = next++) compute(piece, 0, partials_of(piece));
+  }
   float* partials_of(int64_t piece) const { return partials + (piece % pairs * chunks + piece / pairs) * result_size(); }
 };
 
@@ -1257,14 +1261,7 @@ static void attend_nodes(const Attention& of, int64_t first, int64_t nodes, cons
   auto work = std::make_shared<SharedAttention>();
   work->num_pieces = pairs * chunks, work->kept = kept, work->of = of, work->first = first, work->nodes = nodes;
   work->first_chunk = first_chunk, work->pairs = pairs, work->chunks = chunks, work->Q = Q, work->partials = memory;
-  if (of.N <= MOST_SHARED_ROWS) {
-    share(std::move(work));
-  } else {
-    std::atomic<int64_t> next = 0;  // to whoever is free
-    torch::stable::parallel_for(0, pairs * chunks, 1, [&](int64_t, int64_t) {
-      for (int64_t piece = next++; piece < work->num_pieces; piece = next++) work->compute(piece, 0, work->partials_of(piece));
-    });
-  }
+  share(std::move(work));
   parallel_for(pairs * Q, std::max<int64_t>(1, JOINED / (chunks * of.E + 1)), [&](int64_t begin, int64_t end) {
     for (int64_t each = begin; each < end; each++) {
       int64_t pair = each / Q, q = each % Q, head = pair % of.groups * shared + q / nodes;
@@ -1805,6 +1802,16 @@ static Tensor hashed_bits(Tensor seeds, Tensor positions, int64_t V) {
   return bits;
 }
 
+// As torch calls them, in passes that are not compiled.
+static Tensor called_product(const Tensor& x, const Tensor& panels, std::optional<Tensor> scales, std::optional<Tensor> bias, int64_t width) {
+  in_compiled_pass(false);
+  return product(x, panels, scales, bias, width);
+}
+static Tensor called_attend(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& seen, double scale, double cap, std::optional<Tensor> sinks) {
+  in_compiled_pass(false);
+  return attend(query, key, value, seen, scale, cap, sinks);
+}
+
 STABLE_TORCH_LIBRARY(medusa, m) {
   m.def("hashed_bits(Tensor seeds, Tensor positions, int vocab_size) -> Tensor");
   m.def("argmax(Tensor scores) -> Tensor");
@@ -1827,15 +1834,16 @@ STABLE_TORCH_LIBRARY(medusa, m) {
   m.def("quantised_rows(Tensor file_rows, Tensor ids, int type, int width) -> Tensor");
   m.def("lanes() -> int");
   m.def("tiles(bool? wanted) -> bool");
+  m.def("force_own_threads(bool forced) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
   m.impl("argmax", TORCH_BOX(&argmax));
-  m.impl("packed_product", TORCH_BOX(&product));
+  m.impl("packed_product", TORCH_BOX(&called_product));
   m.impl("narrowest", TORCH_BOX(&narrowest));
   m.impl("pack", TORCH_BOX(&pack));
   m.impl("encode_twelve", TORCH_BOX(&encode_twelve));
   m.impl("decode_twelve", TORCH_BOX(&decode_twelve));
-  m.impl("tree_attention", TORCH_BOX(&attend));
+  m.impl("tree_attention", TORCH_BOX(&called_attend));
   m.impl("seen_slots", TORCH_BOX(&seen_slots));
   m.impl("grow", TORCH_BOX(&grow));
   m.impl("tree_of", TORCH_BOX(&tree_of));
@@ -1852,6 +1860,7 @@ STABLE_TORCH_LIBRARY_IMPL(medusa, CompositeExplicitAutograd, m) {
   m.impl("twelve_size", TORCH_BOX(&coded_size));
   m.impl("quantised_size", TORCH_BOX(&quantised_size));
   m.impl("tiles", TORCH_BOX(&tiles));
+  m.impl("force_own_threads", TORCH_BOX(&force_own_threads));
 }
 
 // The same for libraries that Inductor compiles, which call functions of C.
@@ -1863,6 +1872,7 @@ static Tensor borrowed(AtenTensorHandle given) {
 static std::optional<Tensor> borrowed(AtenTensorHandle* given) { return given ? std::optional(borrowed(*given)) : std::nullopt; }
 template <typename Compute>
 static AOTITorchError handed_out(AtenTensorHandle* to, Compute compute) {
+  in_compiled_pass(true);
   try {
     return aoti_torch_new_tensor_handle(compute().get(), to);
   } catch (const std::exception& error) {

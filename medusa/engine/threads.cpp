@@ -1,5 +1,3 @@
-// Each job has a share for every thread; the caller's is the first. A caller waits for results, never for threads.
-
 #include "threads.h"
 
 #include <torch/csrc/stable/ops.h>
@@ -8,6 +6,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <mutex>
 #include <thread>
 #if defined(__x86_64__)
@@ -23,6 +22,27 @@ using Clock = std::chrono::steady_clock;
 constexpr auto AWAKE = std::chrono::microseconds(1000);
 // How long a piece is waited for before it is computed once more.
 constexpr auto PATIENCE = std::chrono::microseconds(20);
+// A thread that is ready so much later than another has lost its core, or it is later by LATE_SHARE of all the time.
+constexpr Clock::duration LATE = std::chrono::microseconds(500);
+constexpr int64_t LATE_SHARE = 4;
+// Three times within so long: others compute. Once may be the system itself.
+constexpr Clock::duration OFTEN = std::chrono::milliseconds(100);
+// How long others are then expected to want the cores; after that torch's threads try again.
+constexpr Clock::duration OTHERS_STAY = std::chrono::seconds(1);
+
+// Times since the clock's epoch: the last two at which a thread was late, and the end of what others are expected to stay.
+std::atomic<Clock::duration> last_late = -OFTEN, late_before = -OFTEN, others_end = Clock::duration::zero();
+
+void note_late() {
+  auto now = Clock::now().time_since_epoch();
+  if (now - late_before.exchange(last_late.exchange(now)) < OFTEN) others_end = now + OTHERS_STAY;
+}
+bool are_others() { return Clock::now().time_since_epoch() < others_end.load(); }
+
+thread_local bool is_pass_compiled = false;
+std::atomic<bool> is_forced = false;
+
+bool take_over() { return is_forced || (is_pass_compiled && are_others()); }
 
 void pause() {
 #if defined(__x86_64__)
@@ -79,7 +99,7 @@ class Share {
   static uint64_t packed(uint32_t first, uint32_t end) { return uint64_t(first) << 32 | end; }
 };
 
-// Work under way.
+// Work under way, by threads of our own. Each has a share, the caller the first. A caller waits for results, never for threads.
 class Job {
  public:
   const int64_t num_shares;  // as many as threads may take part; the caller's is the first
@@ -140,12 +160,26 @@ class Job {
   }
 };
 
+// Torch's threads wait awake for some milliseconds after a loop of torch, on cores that ours then lack. These are those of GNU's
+// OpenMP, as medusa.hardware.release_threads lets go of them; it costs nothing where there are none.
+#if defined(__linux__)
+extern "C" int omp_pause_resource_all(int kind) __attribute__((weak));
+extern "C" void GOMP_offload_register_ver() __attribute__((weak));
+#endif
+void release_threads_of_torch() {
+#if defined(__linux__)
+  constexpr int SOFTLY = 1;
+  if (GOMP_offload_register_ver && omp_pause_resource_all) omp_pause_resource_all(SOFTLY);
+#endif
+}
+
 // Threads that wait for jobs, one job at a time. They are never ended: a library is not unloaded.
 class Pool {
  public:
   std::mutex calling;  // held by the thread whose job is under way
 
   void run(const std::shared_ptr<Job>& job) {
+    release_threads_of_torch();
     for (; num_threads < job->num_shares - 1; num_threads++) std::thread(&Pool::work, this, num_threads + 1).detach();
     post(job);
     job->finish();
@@ -190,6 +224,22 @@ class Pool {
 // A process that is forked off has none of the threads, and gets others.
 Pool* pool = new Pool;
 
+// torch's loop, which also looks whether threads are ready together.
+void by_torch(int64_t count, int64_t grain, auto body) {
+  auto began = Clock::now();
+  std::atomic<Clock::duration> earliest = Clock::duration::max(), latest = Clock::duration::zero();
+  auto keep = [](std::atomic<Clock::duration>& kept, Clock::duration time, auto is_kept) {
+    for (auto now = kept.load(); is_kept(time, now) && !kept.compare_exchange_weak(now, time);) {}
+  };
+  torch::stable::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+    body(begin, end);
+    auto time = Clock::now() - began;
+    keep(earliest, time, std::less()), keep(latest, time, std::greater());
+  });
+  auto late = latest.load() - earliest.load();
+  if (late > LATE && late > latest.load() / LATE_SHARE) note_late();
+}
+
 void run_shared(int64_t num_pieces, auto make_job) {
   static const int registered = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
   (void)registered;
@@ -202,12 +252,17 @@ void run_shared(int64_t num_pieces, auto make_job) {
 
 }  // namespace
 
+void in_compiled_pass(bool is) { is_pass_compiled = is; }
+void force_own_threads(bool is) { is_forced = is; }
+
 void share(std::shared_ptr<const Work> work) {
-  int64_t num_pieces = work->num_pieces;
+  int64_t num_pieces = work->num_pieces, threads = std::min<int64_t>(torch::stable::get_num_threads(), num_pieces);
+  if (!take_over()) return by_torch(threads, 1, [&](int64_t begin, int64_t end) { work->run(num_pieces * begin / threads, num_pieces * end / threads); });
   run_shared(num_pieces, [&](int64_t shares) { return std::make_shared<Job>(std::move(work), shares); });
 }
 
 void run(const Loop& loop) {
+  if (!take_over()) return by_torch(loop.count, loop.grain, [&](int64_t begin, int64_t end) { loop.call(loop.body, begin, end); });
   // Some pieces more than there are threads, so that a thread which waits for its core holds up few.
   int64_t most = 4 * torch::stable::get_num_threads(), pieces = std::min(loop.count / std::max<int64_t>(loop.grain, 1), most);
   if (pieces < 2) {

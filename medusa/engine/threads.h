@@ -1,7 +1,11 @@
-// Threads that share the work of an operator, on a machine that may have other work too.
+// How threads share the work of an operator, on a machine that may have other work too.
 //
-// Work is cut into pieces, and every thread has a share of them; one that is ready goes on with pieces of the others' shares.
-// Else all would wait whenever the system gives one thread's core to another process, for milliseconds each time.
+// Torch's threads compute a fixed share each, and then wait for each other. That is fastest where nobody else computes; but
+// when the system gives a thread's core to another process, all wait, for milliseconds each time. Once that was seen, threads
+// of our own take over for a while: work is cut into pieces, every thread has a share of them, and one that is ready goes on
+// with pieces of the others' shares. Who computes a result never changes its bits.
+//
+// In compiled passes only: torch's threads wait awake after each of torch's own loops, on the cores that ours would need.
 
 #pragma once
 
@@ -23,6 +27,8 @@ struct Work {
   // `end`: the pieces up to this one are likely to be computed by this thread, one after the other.
   virtual void compute(int64_t piece, int64_t end, float* result) const = 0;
   virtual void publish(int64_t piece, const float* result) const = 0;
+  // Computes pieces from `first` to `last`, where no other thread does; results go where they belong.
+  virtual void run(int64_t first, int64_t last) const = 0;
 };
 
 // Returns when all pieces are published.
@@ -42,10 +48,12 @@ void parallel_for(int64_t count, int64_t grain, const Body& body) {
   run({[](const void* body, int64_t begin, int64_t end) { (*static_cast<const Body*>(body))(begin, end); }, &body, count, grain});
 }
 
+// Whether the calling thread runs a compiled pass. Work between passes goes by the last one.
+void in_compiled_pass(bool is);
+// Whether threads of our own compute everything, for tests.
+void force_own_threads(bool is);
+
 // Bytes of weights that make up a piece of a product, about.
 constexpr int64_t LEAST_BYTES = 1 << 16, MOST_BYTES = 1 << 20;
 // In how many pieces to cut a product with `units` times `unit` bytes of weights.
 int64_t pieces_of(int64_t units, int64_t unit);
-
-// Rows of a product, at most, whose results are written twice: first to the thread's memory, then where they belong.
-constexpr int64_t MOST_SHARED_ROWS = 16;
