@@ -11,7 +11,8 @@ import functools
 import math
 import re
 import struct
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +29,9 @@ _STRING, _ARRAY = 8, 9
 VERSIONS = (2, 3)
 FLOAT_TYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """Types of tensors that are numbers as torch has them."""
+INFILL_TOKENS = "medusa_infill_tokens"
+"""Setting of a tokenizer from a file that says by which tokens a gap is marked: their names by what they are,
+``prefix``, ``suffix`` and ``middle``, and lists of ``others``, ``files`` and ``repositories``."""
 MOST_DIMENSIONS = 4
 MOST_ENTRIES = 2**20
 """Most metadata entries, and most tensors, of a file: far more than any model has."""
@@ -62,6 +66,7 @@ class GGUFFile:
     metadata: Mapping[str, Any]
     """By key; an array of strings is its length."""
     tensors: Mapping[str, TensorEntry] = field(repr=False)
+    _texts: Mapping[str, _Texts] = field(repr=False, compare=False)
 
     @classmethod
     def open(cls, path: str | Path) -> GGUFFile:
@@ -77,16 +82,19 @@ class GGUFFile:
                 raise FileNotFoundError(f"{part.name}, a part of the model {str(path)!r}, is not beside it")
         metadata: dict[str, Any] = {}
         tensors: dict[str, TensorEntry] = {}
+        texts: dict[str, _Texts] = {}
         for part in reversed(parts):  # what the first part says, counts
-            found, entries = _Header(part).read()
+            header = _Header(part)
+            found, entries = header.read()
             metadata.update(found)
+            texts.update(header.texts)
             for entry in entries:
                 if entry.name in tensors:
                     raise ValueError(f"{part}: tensor {entry.name!r} is there twice; download the file again")
                 tensors[entry.name] = entry
         if not isinstance(metadata.get("general.architecture"), str):
             raise ValueError(f"{path} must name its architecture (general.architecture), and does not")
-        return cls(parts[0], metadata, tensors)
+        return cls(parts[0], metadata, tensors, texts)
 
     @staticmethod
     def parts(path: Path) -> list[Path]:
@@ -108,9 +116,10 @@ class GGUFFile:
         """The size of all tensors together."""
         return sum(entry.num_bytes for entry in self.tensors.values())
 
-    def strings(self, key: str) -> list[str]:
-        """The strings of a metadata array of the first file; none where there is no such array."""
-        return _Header(self.path).strings(key) if isinstance(self.metadata.get(key), int) else []
+    def strings(self, key: str, places: Iterable[int]) -> list[str]:
+        """The strings at ``places`` of a metadata array, which must have them."""
+        texts = self._texts[key]
+        return [texts.header.text(*texts.span(place)) for place in places]
 
     def rows(self, name: str) -> Tensor:
         """The bytes of a tensor's rows, (R, bytes) uint8: a view of the mapped file."""
@@ -193,6 +202,18 @@ def _mapped(path: Path) -> Tensor:
     return _mapped_as_of(path, stat.st_mtime_ns, stat.st_size)
 
 
+@dataclass(frozen=True)
+class _Texts:
+    """Where the strings of a metadata array are."""
+
+    header: _Header
+    bounds: array[int]
+    """The start and the end of each."""
+
+    def span(self, place: int) -> tuple[int, int]:
+        return self.bounds[2 * place], self.bounds[2 * place + 1]
+
+
 class _Header:
     """The header of one file, read from its start to its end."""
 
@@ -201,14 +222,7 @@ class _Header:
         if self._size < 24:
             raise self._damaged("it is shorter than a header")
         self._bytes = memoryview(cast(Any, _mapped(path).numpy()))
-        self._wanted: str | None = None
-        self._found: list[str] = []
-
-    def strings(self, key: str) -> list[str]:
-        """The strings of metadata array ``key``."""
-        self._wanted = key
-        self.read()
-        return self._found
+        self.texts: dict[str, _Texts] = {}
 
     def read(self) -> tuple[dict[str, Any], list[TensorEntry]]:
         if bytes(self._bytes[: len(MAGIC)]) != MAGIC:
@@ -270,31 +284,30 @@ class _Header:
             return list(self._numbers(f"{count}{_SCALARS[kind]}"))
         if kind != _STRING:
             raise self._damaged(f"metadata {key!r} is an array of type {kind}, which is none")
-        spans = self._spans(count)
-        if key == self._wanted:
-            self._found = [self._text(start, end) for start, end in spans]
+        self.texts[key] = _Texts(self, self._bounds(count))
         return count
 
-    def _spans(self, count: int) -> list[tuple[int, int]]:
+    def _bounds(self, count: int) -> array[int]:
         """Where ``count`` strings are that follow each other; half a million are usual."""
         if count > self._size // 8:
             raise self._damaged(f"it claims an array of {count} strings")
-        spans, at, read = [], self._at, struct.Struct("<Q").unpack_from
+        bounds, at, read = array("Q"), self._at, struct.Struct("<Q").unpack_from
         for _ in range(count):
-            if at + 8 > self._size:
-                raise self._damaged(f"it ends within its header, at byte {self._size}")
             start = at + 8
-            at = start + read(self._bytes, at)[0]
-            spans.append((start, at))
-        self._at = start if at > self._size else at
-        self._skip(at - self._at)
-        return spans
+            if start <= self._size:
+                at = start + read(self._bytes, at)[0]
+            if max(start, at) > self._size:
+                raise self._damaged(f"it ends within its header, at byte {self._size}")
+            bounds.append(start)
+            bounds.append(at)
+        self._at = at
+        return bounds
 
     def _string(self) -> str:
-        ((start, end),) = self._spans(1)
-        return self._text(start, end)
+        start, end = self._bounds(1)
+        return self.text(start, end)
 
-    def _text(self, start: int, end: int) -> str:
+    def text(self, start: int, end: int) -> str:
         try:
             return bytes(self._bytes[start:end]).decode()
         except UnicodeDecodeError as error:

@@ -6,6 +6,7 @@ vocabulary, or a whole model, each time.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
-from tokenizers import normalizers, pre_tokenizers
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -35,7 +36,7 @@ from transformers.modeling_gguf_pytorch_utils import (
     TensorProcessor,
 )
 
-from medusa.base.gguf_file import GGUFFile
+from medusa.base.gguf_file import INFILL_TOKENS, GGUFFile
 from medusa.console import log_console
 
 END_TOKENS = frozenset(
@@ -153,7 +154,7 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
     Raises:
         ValueError: the file has none, or one of an unknown kind.
     """
-    if not isinstance(file.metadata.get("tokenizer.ggml.tokens"), int):
+    if not isinstance(file.metadata.get(_TOKENS), int):
         raise ValueError(f"{file.path} has no tokenizer; give one: --tokenizer DIRECTORY")
     try:
         architecture, found, settings = get_gguf_tokenizer(str(file.path))
@@ -163,6 +164,7 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
             f"the tokenizer in {file.path} cannot be read ({type(error).__name__}: {error}); "
             "give one: --tokenizer DIRECTORY"
         ) from error
+    backend = _without_more(backend, len(found["tokens"]))
     split = found.get("pre_tokenizer_type")
     if found.get("tokenizer_type") == "gpt2" and split not in GGUF_PRE_TOKENIZER_SPLITS:
         if split in DIGITS_APART:
@@ -179,25 +181,54 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
             )
     if split in NFC_SPLITS and backend.normalizer is None:
         backend.normalizer = normalizers.NFC()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, name_or_path=str(file.path), **settings, **more
-    )
+    # without a name: transformers would ask the hub for a large vocabulary's, and there is none of a file
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **more)
+    tokenizer.name_or_path = str(file.path)
     tokenizer.clean_up_tokenization_spaces = False
+    if (marks := _infill_tokens(file, tokenizer)) is not None:
+        tokenizer.init_kwargs[INFILL_TOKENS] = marks
     return tokenizer
+
+
+def _without_more(backend: Tokenizer, num_tokens: int) -> Tokenizer:
+    """``backend`` without the tokens that ``transformers`` adds to a vocabulary, for which a model of
+    ``num_tokens`` has no weights."""
+    if backend.get_vocab_size(with_added_tokens=True) <= num_tokens:
+        return backend  # at once: writing a large vocabulary as text takes a second
+    described = json.loads(backend.to_str())
+    kept = [each for each in described["added_tokens"] if each["id"] < num_tokens]
+    return Tokenizer.from_str(json.dumps({**described, "added_tokens": kept}))
+
+
+def _infill_tokens(file: GGUFFile, tokenizer: Any) -> dict[str, Any] | None:
+    """The value of :data:`INFILL_TOKENS` for ``file``; None where it does not say all of them."""
+    found = {}
+    for name in ("pre", "suf", "mid", "pad", "sep", "rep"):
+        token = file.metadata.get(f"tokenizer.ggml.fim_{name}_token_id")
+        if isinstance(token, int) and 0 <= token < len(tokenizer):
+            found[name] = tokenizer.convert_ids_to_tokens(token)
+    if not {"pre", "suf", "mid"} <= found.keys():
+        return None
+    lists = {"others": "pad", "files": "sep", "repositories": "rep"}
+    return {
+        **{"prefix": found["pre"], "suffix": found["suf"], "middle": found["mid"]},
+        **{key: [found[name]] for key, name in lists.items() if name in found},
+    }
 
 
 def end_tokens(file: GGUFFile) -> list[int]:
     """The ids of the tokens that end an answer: those that the file names, and :data:`END_TOKENS`."""
     keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
     found = {file.metadata[key] for key in keys if isinstance(file.metadata.get(key), int)}
-    kinds = file.metadata.get("tokenizer.ggml.token_type")
-    if isinstance(kinds, list):
-        texts = file.strings("tokenizer.ggml.tokens")
-        pairs = enumerate(zip(texts, kinds, strict=False))
-        found |= {token for token, (text, kind) in pairs if kind == _CONTROL and text in END_TOKENS}
+    kinds, num_tokens = (file.metadata.get(key) for key in ("tokenizer.ggml.token_type", _TOKENS))
+    if isinstance(kinds, list) and isinstance(num_tokens, int):
+        control = [token for token, kind in enumerate(kinds[:num_tokens]) if kind == _CONTROL]
+        texts = file.strings(_TOKENS, control)
+        found |= {token for token, text in zip(control, texts, strict=True) if text in END_TOKENS}
     return sorted(found)
 
 
+_TOKENS = "tokenizer.ggml.tokens"
 _CONTROL = 3
 """The kind of control tokens, as ``tokenizer.ggml.token_type`` numbers them."""
 

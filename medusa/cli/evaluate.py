@@ -33,7 +33,7 @@ from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.measurement import comparison, evaluation
 from medusa.measurement.comparison import COMPARED_SIZES, NamedHeads, ranked, read_named, split_label
 from medusa.measurement.evaluation import TOP_KS, Evaluated, Reader, reader_of
-from medusa.measurement.llama_cpp import LlamaCpp
+from medusa.measurement.llama_cpp import LlamaCpp, llama_cpp_unsupported_reason
 from medusa.measurement.report import Report
 from medusa.measurement.systems import llama_cpp_files
 from medusa.model import MedusaModel
@@ -302,15 +302,15 @@ def _beginning(row: AnsweredTokens, device: torch.device) -> dict[str, Tensor]:
 def _evaluate_engine(options: EvaluationOptions) -> list[str]:
     """Compare the engine, and llama.cpp, with float32; of a quantised file, with its widened weights."""
     asked = replace(options.model, dtype=options.model.dtype or "float32")
-    file = _quantised_base(options.model)
-    if file is not None:
+    source = _quantised_base(options.model)
+    if source is not None:
         asked = replace(asked, engine="eager", step="general")
-    model = load_model(asked, holds_weights=True)
+    model = load_model(asked, holds_weights=True, source=source)
     if model.base.dtype != torch.float32:
         raise ValueError(f"dtype must be float32, which all are held against, got {model.base.dtype}")
-    others = _readers(model, options.engines)
-    if file is not None:
-        held = load_for_engine(file, options.model.engine)
+    others = _readers(model, options.engines, source)
+    if source is not None:
+        held = load_for_engine(source, options.model.engine)
         reader = reader_of(held, options.engines.tokens_per_pass)
         del others["eager"]
         others = {packed_as(held) or "packed": reader, **others}
@@ -346,10 +346,16 @@ def _quantised_base(options: ModelOptions) -> BaseSource | None:
     return source if is_held else None
 
 
-def _readers(model: MedusaModel, options: FidelityOptions) -> dict[str, Reader]:
-    """Who is held against float32: the engine, then each GGUF file."""
+def _readers(model: MedusaModel, options: FidelityOptions, source: BaseSource | None) -> dict[str, Reader]:
+    """Who is held against float32: the engine, then llama.cpp with each GGUF file, that of the base first."""
     engine, step = resolved_engine(model.base, model.engine), options.tokens_per_pass
     found: dict[str, Reader] = {engine: reader_of(model.runner, step)}
-    for name, path in llama_cpp_files(model, options.llama_cpp).items():
+    paths = [*options.llama_cpp]
+    if source is not None and source.gguf is not None and source.gguf.path not in paths:
+        if (lacks := llama_cpp_unsupported_reason()) is None:
+            paths.insert(0, source.gguf.path)
+        elif not paths:
+            log_console().print(f"llama.cpp is left out: {lacks}", style="dim", soft_wrap=True)
+    for name, path in llama_cpp_files(model, paths).items():
         found[name] = partial(LlamaCpp(path, vocab_size(model.base)).logits, tokens_per_pass=step)
     return found

@@ -333,7 +333,7 @@ def _hub_base(options: PushOptions, checkpoint: HeadsCheckpoint) -> str:
 def _load_base(options: PushOptions, checkpoint: HeadsCheckpoint, base: str) -> CausalLM:
     """The base for exports: where the heads were trained if it is still there, else the hub's."""
     recorded = recorded_base(checkpoint, options.heads)
-    name = recorded if Path(recorded).is_dir() else base
+    name = recorded if Path(base_named(recorded)).exists() else base
     return load_base(name, dtype="auto", trust_remote_code=options.trust_remote_code)
 
 

@@ -65,6 +65,7 @@ def load_model(
     template: TemplateOptions | None = None,
     holds_weights: bool = False,
     for_chat: bool = False,
+    source: BaseSource | None = None,
 ) -> MedusaModel:
     """The base and its heads, on the device asked for; says first which medusa is running.
 
@@ -72,6 +73,7 @@ def load_model(
     heads too, so that the text is the same. Warns where heads were trained with other chat template options
     than ``template``. ``holds_weights`` keeps the base's own weights beside the engine's packed ones, for
     measuring ``transformers``. ``for_chat`` refuses a base without a chat template before it is read.
+    ``source`` is the base, where it was found before.
     """
     log = log_version()
     use_threads(options.threads)
@@ -81,7 +83,7 @@ def load_model(
     checkpoint = None if named in (OWN_HEADS, None) else load_heads(named)
     name = options.base or recorded_base(checkpoint, options.heads)
     try:
-        source = find_base(name, trust_remote_code=options.trust_remote_code)
+        source = source or find_base(name, trust_remote_code=options.trust_remote_code)
     except FileNotFoundError as error:
         if options.base is None and checkpoint is not None:
             raise FileNotFoundError(

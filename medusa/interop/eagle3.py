@@ -53,7 +53,7 @@ from medusa.interop.protocol import (
     checked_against_config,
     config_in,
     named_base,
-    tree_changes,
+    shared_changes,
     vllm_command,
 )
 
@@ -164,7 +164,7 @@ def _exported(request: ToExport) -> tuple[Eagle3Head, dict[str, Tensor], tuple[s
 
 
 def _changes(request: ToExport, head: Eagle3Head, rows: Tensor) -> list[str]:
-    changes = tree_changes(request)
+    changes = shared_changes(request)
     if not head.config.own_lm_head:
         changes.append(
             f"the base's rows of {len(rows):,} tokens are written into the file as its lm_head, "

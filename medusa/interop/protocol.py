@@ -7,13 +7,14 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM, embedding_weight, lm_head
+from medusa.base.gguf_file import is_gguf
 from medusa.files import read_json
 from medusa.heads.autoregressive_head import Heads
 from medusa.heads.checkpoint import HeadsCheckpoint, check_sizes
@@ -194,9 +195,27 @@ def base_rows(request: ToExport) -> Tensor:
     return rows
 
 
-def tree_changes(request: ToExport) -> list[str]:
-    """Sentences on the trees of the heads."""
+def quantised_base(checkpoint: HeadsCheckpoint) -> str | None:
+    """The name of the quantised file that heads were trained on; None where it was none."""
+    fingerprint = checkpoint.fingerprint
+    if fingerprint is None or not fingerprint.is_quantised:
+        return None
+    return PurePath(checkpoint.base_model).name
+
+
+def shared_changes(request: ToExport) -> list[str]:
+    """Sentences on a base that is a quantised file, and on the trees of the heads."""
     checkpoint, changes = request.checkpoint, []
+    if (trained_on := quantised_base(checkpoint)) is not None:
+        changes.append(
+            f"the heads were trained on the quantised file {trained_on!r}: over other weights of the same "
+            "model, such as those of 16 bits, somewhat fewer guesses may be right"
+        )
+    if is_gguf(request.base_name):
+        changes.append(
+            f"the base is named as a GGUF file, {request.base_name!r}, with which vLLM also wants "
+            "--tokenizer; to name the model's own repository: --base owner/name"
+        )
     if checkpoint.tree is not None:
         changes.append(
             f"the candidate tree of {checkpoint.tree.num_nodes} nodes is left out: vLLM verifies a "

@@ -43,7 +43,7 @@ from medusa.heads.checkpoint import (
 from medusa.hub import LOG_IN, split_revision
 from medusa.interop import custom_generate
 from medusa.interop.conversion import EXPORT_LAYOUT, FORMATS, export_heads
-from medusa.interop.protocol import ToExport
+from medusa.interop.protocol import ToExport, quantised_base
 
 _CARD_FILE = "README.md"
 _CUSTOM_FILES = (f"{custom_generate.FOLDER}/generate.py", f"{custom_generate.FOLDER}/requirements.txt")
@@ -161,7 +161,7 @@ def _is_own(path: str) -> bool:
 
 
 def _check_base(api: HfApi, base: str) -> None:
-    repository, revision = split_revision(base)
+    repository, revision = _place(base)
     try:
         api.model_info(repository, revision=revision)
     except RepositoryNotFoundError as error:
@@ -170,6 +170,11 @@ def _check_base(api: HfApi, base: str) -> None:
                 f"the hub has no model {base!r}, which these heads would name as their base; give the hub id "
                 "of the same weights: --base"
             ) from error
+
+
+def _place(base: str) -> tuple[str, str | None]:
+    """(repository, revision) of a base, which may be one file of it: ``owner/name:Q4_K_M``."""
+    return split_revision(base.partition(":")[0])
 
 
 def _present(api: HfApi, name: str) -> tuple[str | None, list[str]] | None:
@@ -258,7 +263,7 @@ def model_card(facts: CardFacts) -> ModelCard:
     is_plain_base = facts.checkpoint.adapter is None
     data = ModelCardData(
         library_name=LIBRARY,
-        base_model=split_revision(facts.base)[0],
+        base_model=_place(facts.base)[0],
         base_model_relation="adapter",
         pipeline_tag="text-generation",
         tags=["speculative-decoding", kind, "draft-model", *(["custom_generate"] if is_plain_base else [])],
@@ -274,7 +279,7 @@ def model_card(facts: CardFacts) -> ModelCard:
 def _what(facts: CardFacts) -> str:
     heads = facts.checkpoint.heads
     size = sum(each.numel() for each in heads.parameters())
-    base = f"[{facts.base}](https://huggingface.co/{split_revision(facts.base)[0]})"
+    base = f"[{facts.base}](https://huggingface.co/{_place(facts.base)[0]})"
     lines = [
         f"# {facts.repository.partition('/')[2]}",
         "",
@@ -282,6 +287,8 @@ def _what(facts: CardFacts) -> str:
         "parameters. The base checks all guesses in one forward pass and keeps the guesses that it would "
         "have written itself, so in float32 the text is the base's own, token for token.",
     ]
+    if (trained_on := quantised_base(facts.checkpoint)) is not None:
+        lines += ["", f"They were trained on the quantised file `{trained_on}`."]
     if facts.checkpoint.adapter is not None:
         lines += [
             "",

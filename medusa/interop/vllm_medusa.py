@@ -47,7 +47,7 @@ from medusa.interop.protocol import (
     checked_against_config,
     config_in,
     named_base,
-    tree_changes,
+    shared_changes,
     vllm_command,
 )
 
@@ -81,7 +81,7 @@ def _export(request: ToExport) -> ExportedFiles:
         "original_lm_head": rows is not None,
         **scale_of(heads),
     }
-    changes = [*tree_changes(request), *_row_changes(request, heads)]
+    changes = [*shared_changes(request), *_row_changes(request, heads)]
     return ExportedFiles(config, stored_plain_heads(heads, NAMES, rows), tuple(changes))
 
 

@@ -32,13 +32,14 @@ from starlette.exceptions import HTTPException
 import medusa
 from medusa.conversations import check_keepable
 from medusa.serving.gate import MAX_TOLD, PAGE_SCRIPTS, Gate, answer_of
-from medusa.serving.replies import DONE, Replies, RequestError, usage_of
+from medusa.serving.replies import DONE, LlamaReplies, Replies, RequestError, usage_of
 from medusa.serving.requests import (
     Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     InfillRequest,
+    LlamaInfillRequest,
     NotFinite,
     TokenizeRequest,
     field_of,
@@ -51,6 +52,7 @@ from medusa.serving.service import Service, overloaded, shutting_down
 from medusa.serving.settings import AccessOptions
 from medusa.serving.worker import Answer, Update
 
+AnyReplies = Replies | LlamaReplies | ResponseReplies
 log = logging.getLogger("medusa.serving")
 BODY_SECONDS = 30.0
 """Seconds to receive a body."""
@@ -142,6 +144,10 @@ def create_application(service: Service, access: AccessOptions) -> FastAPI:
     @app.post("/v1/fim/completions")
     async def fill(request: Request) -> Response:
         return await endpoints.answered(request, InfillRequest)
+
+    @app.post("/infill")
+    async def fill_as_llama_cpp(request: Request) -> Response:
+        return await endpoints.answered(request, LlamaInfillRequest)
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
@@ -312,9 +318,7 @@ class _Endpoints:
         return given, asked, unread
 
 
-def _whole(
-    updates: Sequence[Sequence[Update]], replies: Replies | ResponseReplies, record: _Record
-) -> JSONResponse:
+def _whole(updates: Sequence[Sequence[Update]], replies: AnyReplies, record: _Record) -> JSONResponse:
     """The reply that is not streamed, once all updates of each answer are there.
 
     Raises:
@@ -351,11 +355,13 @@ def _replies(
     given: ChatRequest | CompletionRequest | ResponsesRequest,
     asked: ChatRequest | CompletionRequest,
     prompts: Sequence[Sequence[int]],
-) -> Replies | ResponseReplies:
+) -> AnyReplies:
     """The writer of replies of the requested kind."""
     name = asked.model or service.names[0]
     if isinstance(given, ResponsesRequest):
         return ResponseReplies(given, name, service.tokenizer, service.reader(given.chat, prompts[0]))
+    if isinstance(asked, LlamaInfillRequest):
+        return LlamaReplies(asked, name)
     echoed: list[str] = []
     if isinstance(asked, CompletionRequest) and not isinstance(asked, InfillRequest):
         if asked.echo:
@@ -384,7 +390,7 @@ async def _events(
     asked: ChatRequest | CompletionRequest,
     answers: Sequence[Answer],
     queue: asyncio.Queue[tuple[int, Update]],
-    replies: Replies | ResponseReplies,
+    replies: AnyReplies,
     record: _Record,
 ) -> AsyncIterator[str]:
     """Server-sent events, and comments where nothing has come for long, for which proxies wait."""

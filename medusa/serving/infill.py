@@ -1,14 +1,16 @@
 """Filling in the middle: the tokens by which a tokenizer marks the text before and after a gap.
 
 Models for code are trained with such tokens, each family with its own names and its own order. They are known
-by their names in the vocabulary.
+by their names in the vocabulary, or because the tokenizer's file says which they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from medusa.base.gguf_file import INFILL_TOKENS
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,10 @@ class _Family:
     """Begins the gap; empty where the text before the gap comes last, and the gap follows at once."""
     others: tuple[str, ...] = ()
     """Further tokens that end the text in a gap, where the vocabulary has them."""
+    files: tuple[str, ...] = ()
+    """Tokens before the name of a file, of which a vocabulary has one."""
+    repositories: tuple[str, ...] = ()
+    """Tokens before the name of a repository, likewise."""
 
 
 FAMILIES = (
@@ -28,13 +34,17 @@ FAMILIES = (
         "<|fim_prefix|>",
         "<|fim_suffix|>",
         "<|fim_middle|>",
-        ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>", "<|endoftext|>"),
+        ("<|fim_pad|>", "<|endoftext|>"),
+        ("<|file_sep|>", "<|file_separator|>"),
+        ("<|repo_name|>",),
     ),
     _Family(  # StarCoder, Granite Code
         "<fim_prefix>",
         "<fim_suffix>",
         "<fim_middle>",
-        ("<fim_pad>", "<reponame>", "<repo_name>", "<filename>", "<file_sep>", "<|endoftext|>"),
+        ("<fim_pad>", "<|endoftext|>"),
+        ("<file_sep>", "<filename>"),
+        ("<repo_name>", "<reponame>"),
     ),
     _Family("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ("<fim-pad>", "<|endoftext|>")),  # SantaCoder
     _Family(  # DeepSeek-Coder
@@ -43,6 +53,8 @@ FAMILIES = (
     _Family("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", ("\u2581<EOT>",)),  # CodeLlama
     _Family("[PREFIX]", "[SUFFIX]", others=("[MIDDLE]",)),  # Codestral: suffix first
 )
+SNIPPET, PROJECT, FILE = "\n\n--- snippet ---\n\n", "myproject\n", "filename\n"
+"""llama.cpp's words around texts that are shown before the one with the gap."""
 _APART = "\u263a"
 """Text that is a part of no word: what follows it is tokenised by itself, without a space before it."""
 
@@ -59,6 +71,10 @@ class InfillTokens:
     """Tokens that end the text in a gap: those of the marks, and of the next file."""
     names: frozenset[str]
     """The texts of all of these."""
+    file: int | None = None
+    """Begins a file, with its name; None where there is none."""
+    repository: int | None = None
+    """Begins a repository, likewise."""
 
     def prompt(self, start: Sequence[int], before: Sequence[int], after: Sequence[int]) -> list[int]:
         """The prompt whose answer belongs between ``before`` and ``after``; ``start`` begins every prompt of
@@ -66,6 +82,16 @@ class InfillTokens:
         if self.middle is None:
             return [*start, self.suffix, *after, self.prefix, *before]
         return [*start, self.prefix, *before, self.suffix, *after, self.middle]
+
+    def context(self, files: Sequence[tuple[str, str]], tokens_of: Callable[[str], list[int]]) -> list[int]:
+        """Other ``files``, names and texts, before a text with a gap, as llama.cpp writes them: as a
+        repository, or each behind a line, for models that know no files."""
+        if self.file is None:
+            return [token for _, text in files for token in tokens_of(SNIPPET + text)]
+        found = [] if self.repository is None else [self.repository, *tokens_of(PROJECT)]
+        for name, text in files:
+            found += [self.file, *tokens_of(f"{name}\n"), *tokens_of(text)]
+        return [*found, self.file, *tokens_of(FILE)] if files else []
 
     def asks(self, prompt: Collection[int]) -> bool:
         """Whether ``prompt`` has the marks of a gap."""
@@ -76,16 +102,20 @@ class InfillTokens:
 def infill_tokens(tokenizer: Any, vocab_size: int) -> InfillTokens | None:
     """The infill tokens of ``tokenizer`` that a model of ``vocab_size`` has; None where there are none."""
     known = {name: token for name, token in tokenizer.get_vocab().items() if token < vocab_size}
-    for family in FAMILIES:
+    told = tokenizer.init_kwargs.get(INFILL_TOKENS)
+    for family in (*FAMILIES, *([] if told is None else [_Family(**told)])):
         marks = [family.prefix, family.suffix, *filter(None, [family.middle])]
         if all(name in known for name in marks):
-            names = [name for name in (*marks, *family.others) if name in known]
+            others = (*family.others, *family.files, *family.repositories)
+            names = [name for name in (*marks, *others) if name in known]
             return InfillTokens(
                 prefix=known[family.prefix],
                 suffix=known[family.suffix],
                 middle=known[family.middle] if family.middle else None,
                 ends=frozenset(known[name] for name in names),
                 names=frozenset(names),
+                file=next((known[name] for name in family.files if name in known), None),
+                repository=next((known[name] for name in family.repositories if name in known), None),
             )
     return None
 

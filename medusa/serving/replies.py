@@ -14,7 +14,12 @@ import numpy as np
 
 from medusa.acceptance.sampling import TokenLogprobs
 from medusa.serving.output_parser import OutputParser, Part
-from medusa.serving.requests import ChatRequest, CompletionRequest, InfillRequest
+from medusa.serving.requests import (
+    ChatRequest,
+    CompletionRequest,
+    InfillRequest,
+    LlamaInfillRequest,
+)
 from medusa.serving.worker import Answer, Update
 from medusa.text_stream import token_bytes
 
@@ -192,6 +197,60 @@ class Replies:
 
     def _bytes(self, token: int, before: int | None) -> bytes:
         return token_bytes(self.tokenizer, token, before)
+
+
+class LlamaReplies:
+    """The objects of one reply of llama.cpp's own form: flat, and a stream ends with the one that stops."""
+
+    def __init__(self, asked: LlamaInfillRequest, model_name: str):
+        self._asked, self._model_name = asked, model_name
+        self._reason: str | None = None
+
+    def whole(self, updates: Sequence[Sequence[Update]], usage: dict[str, Any]) -> dict[str, Any]:
+        """The body of a reply that is not streamed."""
+        parts = [part for update in updates[0] for part in self.part(0, update)]
+        (last,) = self.end(usage)
+        return {**last, "content": "".join(part["content"] for part in parts)}
+
+    def start(self, num_answers: int) -> list[Any]:
+        """Nothing: a stream begins with text."""
+        return []
+
+    def part(self, index: int, update: Update) -> list[Any]:
+        """The chunk of an update; none where there is nothing to tell."""
+        self._reason = update.finish_reason
+        text = "".join(piece.text for piece in update.pieces) if self._asked.max_tokens else ""
+        return [{"index": index, "content": text, "stop": False}] if text else []
+
+    def end(self, usage: dict[str, Any]) -> list[Any]:
+        """The last chunk, with the counts of tokens."""
+        num_prompt, num_reused = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+        num_tokens = usage["completion_tokens"] if self._asked.max_tokens else 0
+        last: dict[str, Any] = {
+            "index": 0,
+            "content": "",
+            "stop": True,
+            "model": self._model_name,
+            "tokens_predicted": num_tokens,
+            "tokens_evaluated": num_prompt,
+            "tokens_cached": num_prompt + num_tokens,
+            "truncated": False,
+            "timings": {
+                "cache_n": num_reused,
+                "prompt_n": num_prompt - num_reused,
+                "predicted_n": num_tokens,
+            },
+            "usage": usage,
+        }
+        if self._reason == "length":
+            last["stop_type"] = "limit"
+        elif not self._asked.stops:  # else it may be a string of them
+            last["stop_type"] = "eos"
+        return [last]
+
+    def failed(self, error: RequestError) -> list[Any]:
+        """The last chunk of a stream that cannot go on."""
+        return [error.body]
 
 
 def _name(spelt: bytes) -> str:

@@ -147,16 +147,18 @@ class Body(BaseModel):
     @classmethod
     def _has_value(cls, name: str) -> bool:
         """Whether this is a field, with a value where it is left out."""
-        field = cls.model_fields.get(name)
+        named = (each for key, each in cls.model_fields.items() if name == (each.alias or key))
+        field = next(named, None)
         return field is not None and not field.is_required() and field.default is not None
 
     def unread(self, place: str = "") -> dict[str, None]:
         """The fields that came and are not read, as a client writes them, each once: ``messages[].audio``."""
         given = {} if self.passes_extra_fields else self.model_extra or {}
         found = {f"{place}{shortened(name)}": None for name, value in given.items() if value is not None}
-        for name in self.model_fields_set & self.__class__.model_fields.keys():
-            value = getattr(self, name)
-            inner = f"{place}{name}[]." if isinstance(value, list) else f"{place}{name}."
+        fields = self.__class__.model_fields
+        for name in self.model_fields_set & fields.keys():
+            value, named = getattr(self, name), fields[name].alias or name
+            inner = f"{place}{named}[]." if isinstance(value, list) else f"{place}{named}."
             for each in value if isinstance(value, list) else [value]:
                 if isinstance(each, Body):
                     found |= each.unread(inner)
@@ -276,6 +278,11 @@ class Prediction(Body):
 
 class SharedFields(Body):
     """The fields that all endpoints read which answer."""
+
+    prompt_name: ClassVar[str] = "prompt"
+    """What a client calls the text to go on with."""
+    suffix_name: ClassVar[str] = "suffix"
+    """What a client calls the text behind a gap."""
 
     model: str | None = None
     stream: StrictBool = False
@@ -483,6 +490,8 @@ class Rendering(Body):
 class ChatRequest(SharedFields, Rendering):
     """``POST /v1/chat/completions``."""
 
+    prompt_name = "messages"
+
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FIRST_ALONE]
     max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
     logprobs: StrictBool | None = None
@@ -585,6 +594,45 @@ class InfillRequest(CompletionRequest):
     max_tokens: Annotated[Whole, Field(ge=1)] | None = None
     logprobs: None = None
     echo: Literal[False] = False
+
+
+class OtherText(Body):
+    """A text that the model is shown before the one with the gap."""
+
+    text: str
+    filename: str = "tmp"
+
+
+class LlamaInfillRequest(InfillRequest):
+    """``POST /infill``, with llama.cpp's names, values where a field is left out, and form of the answer."""
+
+    prompt_name = "input_prefix"
+    suffix_name = "input_suffix"
+
+    suffix: Annotated[str, Field(alias="input_suffix")]
+    prompt: Annotated[str, Field(alias="input_prefix")]
+    begun: Annotated[str, Field(alias="prompt")] = ""
+    """What the gap begins with."""
+    others: Annotated[
+        list[OtherText], Field(alias="input_extra", default_factory=list, max_length=MAX_PARTS), FIRST_ALONE
+    ]
+    max_tokens: Annotated[Whole, Field(alias="n_predict", ge=-1)] = -1
+    """-1 is as many as the server allows, and with 0 the prompt is read, for the next request."""
+    n: Literal[1] = 1
+    temperature: Annotated[float, Field(strict=True, ge=0, le=2)] = 0.8
+    top_k: Annotated[Whole, Field(ge=-1, le=2**31)] = 40
+    top_p: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.95
+    min_p: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.05
+    repetition_penalty: Annotated[float, Field(alias="repeat_penalty", strict=True, gt=0, le=10)] = 1.0
+
+    @field_validator("seed")
+    @classmethod
+    def _any_seed(cls, given: int | None) -> int | None:
+        return None if given == -1 else given
+
+    @property
+    def longest(self) -> int | None:
+        return None if self.max_tokens < 0 else max(1, self.max_tokens)
 
 
 class TokenizeRequest(Rendering):

@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -42,6 +43,7 @@ from medusa.serving.requests import (
     CompletionRequest,
     DetokenizeRequest,
     InfillRequest,
+    LlamaInfillRequest,
     SharedFields,
     TokenizeRequest,
     sampling_arguments,
@@ -332,14 +334,14 @@ class Service:
         if isinstance(asked, ChatRequest):
             prompts = [self.chat_prompt(asked)]
         else:
-            prompts = [self._text_prompt(prompt, asked.suffix) for prompt in asked.prompts]
+            prompts = [self._text_prompt(prompt, asked) for prompt in asked.prompts]
         if not all(prompts):
             raise RequestError("the prompt must not be empty", param="prompt")
         return prompts
 
-    def _text_prompt(self, given: str | list[int], suffix: str | None) -> list[int]:
-        if suffix is not None and self.infill is not None:
-            return self._infill_prompt(self.infill, given, suffix)
+    def _text_prompt(self, given: str | list[int], asked: CompletionRequest) -> list[int]:
+        if asked.suffix is not None and self.infill is not None:
+            return self._infill_prompt(self.infill, given, asked.suffix, asked)
         if isinstance(given, str):
             self._check_length(given, "prompt")
             return self.tokenizer(given)["input_ids"]
@@ -351,20 +353,30 @@ class Service:
         """The tokens that mark a gap; None for a model that was not trained to fill one."""
         return infill_tokens(self.tokenizer, vocab_size(self.model.base))
 
-    def _infill_prompt(self, infill: InfillTokens, given: str | list[int], suffix: str) -> list[int]:
+    def _infill_prompt(
+        self, infill: InfillTokens, given: str | list[int], suffix: str, asked: CompletionRequest
+    ) -> list[int]:
         """The tokens of a text with a gap before ``suffix``; control tokens that either spells are text."""
-        self._check_length(suffix, "suffix")
+        after, start = self._tokens_after(suffix, asked.suffix_name), start_tokens(self.tokenizer)
         if isinstance(given, str):
-            self._check_length(given, "prompt")
+            self._check_length(given, asked.prompt_name)
             first, *more = self._cut(given).split(self._mark)
             before = list(self.tokenizer(first, add_special_tokens=False)["input_ids"])
             before += [id for part in more for id in tokens_after(self.tokenizer, part)]
         else:
-            self._check_tokens(given, "prompt")
+            self._check_tokens(given, asked.prompt_name)
             before = given
-        parts = self._cut(suffix).split(self._mark)
-        after = [id for part in parts for id in tokens_after(self.tokenizer, part)]
-        return infill.prompt(start_tokens(self.tokenizer), before, after)
+        if not isinstance(asked, LlamaInfillRequest):
+            return infill.prompt(start, before, after)
+        files = [(each.filename, each.text) for each in asked.others]
+        shown = infill.context(files, partial(self._tokens_after, param="input_extra"))
+        begun = self._tokens_after(asked.begun, "prompt")
+        return [*infill.prompt([*start, *shown], before, after), *begun]
+
+    def _tokens_after(self, text: str, param: str) -> list[int]:
+        """The tokens of a text behind a mark; control tokens that it spells are text."""
+        self._check_length(text, param)
+        return [id for part in self._cut(text).split(self._mark) for id in tokens_after(self.tokenizer, part)]
 
     def _ends_of(self, asked: SharedFields, prompt: Sequence[int]) -> list[int]:
         """The tokens that end an answer to ``prompt``: of one that fills a gap also those that mark gaps and
@@ -406,11 +418,12 @@ class Service:
             raise RequestError(refusal[1], param=refusal[0])
         is_gap = isinstance(asked, CompletionRequest) and (asked.suffix or isinstance(asked, InfillRequest))
         if is_gap and self.infill is None:
+            name = asked.suffix_name
             raise RequestError(
-                "suffix needs a model that was trained to fill in the middle, and the tokenizer of this one "
-                "has no tokens for it, such as <|fim_prefix|>; leave suffix out, or serve a model for code, "
+                f"{name} needs a model that was trained to fill in the middle, and the tokenizer of this one "
+                f"has no tokens for it, such as <|fim_prefix|>; leave {name} out, or serve a model for code, "
                 "such as Qwen2.5-Coder",
-                param="suffix",
+                param=name,
             )
         self._check_tokens([int(key) for key in asked.logit_bias or {}], "logit_bias")
         self._check_open()
@@ -540,7 +553,7 @@ class Service:
             raise RequestError(
                 f"{_FULL.format(most)}, and the prompt has {num_prompt}, which leaves none for an answer; "
                 "shorten it",
-                param="messages" if isinstance(asked, ChatRequest) else "prompt",
+                param=asked.prompt_name,
                 code="context_length_exceeded",
             )
         return min(

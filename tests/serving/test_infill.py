@@ -15,7 +15,7 @@ from transformers import AddedToken, LlamaConfig, LlamaForCausalLM
 
 from medusa import CandidateTree, MedusaModel
 from medusa.serving.infill import infill_tokens, start_tokens, tokens_after
-from medusa.serving.requests import CompletionRequest
+from medusa.serving.requests import CompletionRequest, LlamaInfillRequest
 
 QWEN = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
 BEFORE, AFTER = "def add(a, b):\n    ", "\n\nprint(add(1, 2))\n"
@@ -97,6 +97,114 @@ def test_mistrals_endpoint_for_gaps_gives_the_same_text_in_the_form_of_a_chat(se
         assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == text
 
 
+def fill(server: Running, **asked) -> httpx.Response:
+    return httpx.post(f"{server.url}/infill", json=asked, timeout=60)
+
+
+def test_llama_cpps_endpoint_for_gaps_gives_the_same_text_in_its_own_form(server, model):
+    gap = {"input_prefix": BEFORE, "input_suffix": AFTER}
+    for temperature in (0, 1):
+        sampling = {"temperature": temperature, "seed": 4, "top_k": 40, "top_p": 0.9, "min_p": 0.1}
+        more = {**sampling, "top_k": 40} if temperature else sampling
+        text = complete(
+            server,
+            prompt=BEFORE,
+            suffix=AFTER,
+            max_tokens=24,
+            **{name: sampling[name] for name in ("temperature", "seed", "top_p")},
+            extra_body={name: sampling[name] for name in ("top_k", "min_p")},
+        ).choices[0]
+        whole = fill(server, **gap, **more, n_predict=24).json()
+        assert whole["content"] == text.text and whole["stop"] is True
+        assert whole["stop_type"] == ("limit" if text.finish_reason == "length" else "eos")
+        lines = fill(server, **gap, **more, n_predict=24, stream=True).text.splitlines()
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+        assert "".join(chunk["content"] for chunk in chunks) == text.text
+        assert [chunk["stop"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        assert chunks[-1]["tokens_predicted"] == whole["tokens_predicted"] > 0
+    assert whole["tokens_evaluated"] == len(model.tokenizer(raw(BEFORE, AFTER))["input_ids"])
+
+
+def test_llama_cpps_values_hold_where_a_field_is_left_out(server):
+    gap = {"input_prefix": BEFORE, "input_suffix": AFTER, "n_predict": 16, "seed": 3}
+    told = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repeat_penalty": 1, "prompt": ""}
+    assert fill(server, **gap).json()["content"] == fill(server, **gap, **told).json()["content"]
+    nulls = dict.fromkeys((*told, "input_extra"))
+    assert fill(server, **gap, **nulls).json()["content"] == fill(server, **gap).json()["content"]
+    texts = {fill(server, **{**gap, "seed": -1}).json()["content"] for _ in range(8)}
+    assert len(texts) > 1, "any seed"
+    longest = fill(server, **{**gap, "n_predict": -1, "stop": ["a"]}).json()
+    assert longest["tokens_predicted"] > 0 and ("stop_type" in longest) == (longest["tokens_predicted"] > 30)
+
+
+def test_a_prompt_that_is_only_read_serves_the_next_request(server):
+    gap = {"input_prefix": BEFORE * 9, "input_suffix": AFTER}
+    read = fill(server, **gap, n_predict=0).json()
+    assert (read["content"], read["tokens_predicted"], read["stop_type"]) == ("", 0, "limit")
+    streamed = fill(server, **gap, n_predict=0, stream=True).text
+    assert json.loads(streamed.removeprefix("data: "))["content"] == ""
+    then = fill(server, **gap, n_predict=4).json()["timings"]
+    assert then["cache_n"] == read["tokens_evaluated"] - 1 and then["prompt_n"] == 1
+
+
+def llama_prompt_of(model: MedusaModel, **asked) -> str:
+    (prompt,) = tiny_service(model).prompts(LlamaInfillRequest(**asked))
+    return (
+        "".join(model.tokenizer.convert_ids_to_tokens(prompt)).replace("\u0120", " ").replace("\u010a", "\n")
+    )
+
+
+def test_other_files_come_before_a_gap_and_its_beginning_after_the_marks(model):
+    gap = {"input_prefix": "a", "input_suffix": "b"}
+    extra = [{"filename": "x.py", "text": "one\n"}, {"text": "<|file_sep|>"}]
+    repository = (
+        "<|repo_name|>myproject\n<|file_sep|>x.py\none\n<|file_sep|>tmp\n<|file_sep|><|file_sep|>filename\n"
+    )
+    assert llama_prompt_of(model, **gap, prompt="c", input_extra=extra) == f"{repository}{raw('a', 'b')}c"
+    assert llama_prompt_of(model, **gap) == raw("a", "b")
+    (prompt,) = tiny_service(model).prompts(LlamaInfillRequest(**gap, input_extra=extra, prompt="<|end|>"))
+    names = model.tokenizer.convert_ids_to_tokens(prompt)
+    assert [names.count(name) for name in (*QWEN[:3], "<|file_sep|>", "<|end|>")] == [1, 1, 1, 3, 0]
+
+
+def test_a_vocabulary_without_files_gets_other_texts_behind_a_line():
+    tokenizer = tokenizer_with("[PREFIX]", "[SUFFIX]")
+    known = infill_tokens(tokenizer, len(tokenizer))
+    shown = known.context([("x.py", "one")], lambda text: tokenizer(text)["input_ids"])
+    assert tokenizer.decode(shown) == "\n\n--- snippet ---\n\none"
+
+
+def test_fields_of_llama_cpp_that_nobody_reads_are_named(server):
+    extra = [{"text": "a", "filename": "b", "time": 3}]
+    asked = {"input_prefix": "a", "input_suffix": "b", "n_predict": 1, "input_extra": extra}
+    reply = fill(server, **asked, samplers=["top_k", "infill"], cache_prompt=True)
+    assert {*reply.headers["X-Ignored-Fields"].split(", ")} == {
+        "samplers",
+        "cache_prompt",
+        "input_extra[].time",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"input_suffix": None}, "input_suffix"),
+        ({"input_prefix": "", "input_suffix": ""}, "input_prefix"),
+        ({"n_predict": -2}, "n_predict"),
+        ({"n": 2}, "n"),
+        ({"input_extra": [{"filename": "a"}]}, "input_extra[0].text"),
+        ({"input_suffix": "b" * 100_000}, "input_suffix"),
+        ({"input_prefix": "b" * 100_000}, "input_prefix"),
+        ({"input_prefix": "b" * 600}, "input_prefix"),
+        ({"prompt": "b" * 100_000}, "prompt"),
+        ({"input_extra": [{"text": "b" * 100_000}]}, "input_extra"),
+    ],
+)
+def test_what_llama_cpps_endpoint_cannot_do_is_refused_by_its_names(server, change, param):
+    reply = fill(server, **{"input_prefix": "a", "input_suffix": "b", "n_predict": 4, **change})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
 @pytest.mark.parametrize("name", [*QWEN, "<|end|>"])
 def test_a_gap_ends_where_the_model_marks_its_end_and_other_texts_do_not(server, model, name):
     token = model.tokenizer.convert_tokens_to_ids(name)
@@ -141,6 +249,9 @@ def test_a_model_without_such_tokens_refuses_text_behind_a_gap():
         assert refusal.value.param == "suffix"
         reply = httpx.post(f"{server.url}/v1/fim/completions", json={"prompt": "a"}, timeout=60)
         assert reply.status_code == 400 and reply.json()["error"]["param"] == "suffix"
+        refused = fill(server, input_prefix="a", input_suffix="b").json()["error"]
+        assert "input_suffix needs a model that was trained" in refused["message"]
+        assert refused["param"] == "input_suffix"
         asked = {"prompt": "a", "max_tokens": 8, "temperature": 0}
         assert (
             complete(server, **asked, suffix="").choices[0].text == complete(server, **asked).choices[0].text
