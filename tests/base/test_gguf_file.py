@@ -278,6 +278,12 @@ def test_a_file_without_a_tokenizer_says_how_to_name_one(tmp_path):
 # ------------------------------------------------------------------ files that are not what they say
 
 
+def with_first_token_of(raw: bytes, num_bytes: int) -> bytes:
+    key = b"tokenizer.ggml.tokens"
+    at = raw.index(key) + len(key) + 16  # behind the types and the count of the array
+    return raw[:at] + struct.pack("<Q", num_bytes) + raw[at + 8 :]
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -287,6 +293,8 @@ def test_a_file_without_a_tokenizer_says_how_to_name_one(tmp_path):
         (lambda raw: raw[:8] + struct.pack("<Q", 2**40) + raw[16:], "it claims 1099511627776 tensors"),
         (lambda raw: raw[: len(raw) // 2], r"tensor '.*' has \d+ bytes from \d+ on, and the file"),
         (lambda raw: raw[:200], "it ends within its header"),
+        (lambda raw: with_first_token_of(raw, 2**64 - 1), "it ends within its header"),
+        (lambda raw: with_first_token_of(raw, 2**40), "it ends within its header"),
         (lambda raw: raw.replace(b"blk.1.attn_q.weight", b"blk.0.attn_q.weight", 1), "there twice"),
         (lambda raw: raw.replace(b"blk.1.attn_q.weight", b"blk.9.attn_q.weight", 1), "'blk.9.attn_q.weight'"),
         (

@@ -107,13 +107,12 @@ def test_an_export_says_what_heads_were_trained_on_and_is_read_again(file, heads
 def test_a_push_names_the_repository_of_the_file_and_says_what_heads_were_trained_on(
     file, heads, tmp_path, capsys, hub, monkeypatch
 ):
+    base, folder = "ada/tiny-GGUF:Q4_K_M", tmp_path / "folder"
+    words = [*map(str, ["push", heads, "ada/heads", "--base", base, "--exports", "vllm-medusa"])]
+    ran(capsys, [*words, "--dry-run", str(folder)])  # the export takes the file here, not the hub's
     hub.put("ada/tiny-GGUF", {"tiny-Q4_K_M.gguf": file.read_bytes()})
     monkeypatch.setenv("HF_TOKEN", "hf_ada")
-    base, folder = "ada/tiny-GGUF:Q4_K_M", tmp_path / "folder"
-    for where in (["--dry-run", folder], []):
-        ran(
-            capsys, map(str, ["push", heads, "ada/heads", "--base", base, "--exports", "vllm-medusa", *where])
-        )
+    ran(capsys, words)
     card = ModelCard.load(folder / "README.md")
     assert card.data.base_model == "ada/tiny-GGUF"
     assert "https://huggingface.co/ada/tiny-GGUF)" in card.text
