@@ -96,14 +96,15 @@ class BenchmarkOptions(ProgramOptions):
     (generate with nothing named), LABEL=HEADS (other heads of this base, in the tree that they come with), a
     drafter (heads, dynamic-heads, suffix, eagle3, draft-model, early-exit, low-precision) or a union such as
     heads+suffix, or drafters, all that can work; plain always takes part. None is transformers' own,
-    llama.cpp, plain, heads and default; transformers-static, which compiles, not on a CPU."""
+    llama.cpp, plain, heads and default; transformers-static, which compiles, not on a CPU, and none of
+    transformers on a base whose own weights are quantised."""
     acceptance: tuple[str, ...] = (EXACT,)
     """Rules that each drafter is measured under: exact, typical (LOSSY), token, block, greedy_block,
     multi_draft, spectr. Rules for sampled drafts sample from all tokens that the flags allow. A pair that
     cannot be exact is listed with the reason."""
     llama_cpp: tuple[Path, ...] | None = None
     """GGUF files of the base for llama.cpp, each a system of its own: MODEL-q8_0.gguf is llama.cpp-q8_0. None
-    takes the files in the base's directory."""
+    takes the base itself where it is one, or the files in its directory."""
     batch_sizes: GrowingInts = (1,)
     """Rows decoded together."""
     context_lengths: GrowingInts | None = None
@@ -187,11 +188,13 @@ def _wants_heads(options: BenchmarkOptions) -> bool:
     return options.model.named_heads is not None and ALL_DRAFTERS in (options.systems or ())
 
 
-def _holds_weights(options: BenchmarkOptions) -> bool:
+def _holds_weights(options: BenchmarkOptions) -> bool | None:
     """Whether the base's own weights are wanted: ``transformers`` takes part, or answers of a quantised model
-    are held against them."""
-    has_theirs = options.systems is None or any(name in THEIRS for name in options.systems)
-    return has_theirs or (options.model.engine in QUANTISED and options.answers.temperature == 0)
+    are held against them. None is by default, or for that: not of a base whose own weights are quantised."""
+    if any(name in THEIRS for name in options.systems or ()):
+        return True
+    compares = options.model.engine in QUANTISED and options.answers.temperature == 0
+    return None if options.systems is None or compares else False
 
 
 def _make_settings(model: MedusaModel, options: BenchmarkOptions) -> Iterator[Setting]:

@@ -355,7 +355,7 @@ def _readers(model: MedusaModel, options: FidelityOptions, source: BaseSource | 
         if (lacks := llama_cpp_unsupported_reason()) is None:
             paths.insert(0, source.gguf.path)
         elif not paths:
-            log_console().print(f"llama.cpp is left out: {lacks}", style="dim", soft_wrap=True)
+            log_console().print(f"llama.cpp is left out: {lacks}", style="dim", soft_wrap=True, markup=False)
     for name, path in llama_cpp_files(model, paths).items():
         found[name] = partial(LlamaCpp(path, vocab_size(model.base)).logits, tokens_per_pass=step)
     return found

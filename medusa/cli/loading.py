@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 import medusa
 from medusa.assets import DEFAULT_HEADS, EMBEDDED_BASE
 from medusa.base.causal_lm import CausalLM, context_length, end_ids
-from medusa.base.loading import BaseSource, find_base, load_base, load_tokenizer
+from medusa.base.loading import BaseSource, find_base, is_held_quantised, load_base, load_tokenizer
 from medusa.cli.option_types import AnsweringOptions, CompileOptions
 from medusa.cli.options import (
     EMBEDDED_HEADS,
@@ -63,7 +63,7 @@ def load_model(
     options: ModelOptions,
     with_heads: bool = True,
     template: TemplateOptions | None = None,
-    holds_weights: bool = False,
+    holds_weights: bool | None = False,
     for_chat: bool = False,
     source: BaseSource | None = None,
 ) -> MedusaModel:
@@ -72,8 +72,9 @@ def load_model(
     Without ``--base`` the base is the one that the heads record. Their adapter is put onto the base without
     heads too, so that the text is the same. Warns where heads were trained with other chat template options
     than ``template``. ``holds_weights`` keeps the base's own weights beside the engine's packed ones, for
-    measuring ``transformers``. ``for_chat`` refuses a base without a chat template before it is read.
-    ``source`` is the base, where it was found before.
+    measuring ``transformers``; None does so unless they are quantised and held as they are. ``for_chat``
+    refuses a base without a chat template before it is read. ``source`` is the base, where it was found
+    before.
     """
     log = log_version()
     use_threads(options.threads)
@@ -96,6 +97,8 @@ def load_model(
     tokenizer = load_tokenizer(options.tokenizer or source)
     if for_chat:
         check_chat_template(tokenizer, name)
+    if holds_weights is None:
+        holds_weights = not (is_held_quantised(source) and device.type == "cpu" and options.engine != "eager")
     has_adapter = checkpoint is not None and checkpoint.adapter is not None
     # an adapter changes the weights, so they are held as they are
     engine: Engine = "eager" if has_adapter or holds_weights else options.engine

@@ -20,6 +20,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from medusa.acceptance.rules import rule_named
 from medusa.base.causal_lm import end_ids, lm_head, vocab_size
+from medusa.base.gguf_file import begins_as_gguf
 from medusa.base.loading import load_base
 from medusa.base.recurrent import is_recurrent
 from medusa.drafters.heads import drafter_of_heads
@@ -31,6 +32,7 @@ from medusa.drafters.registry import (
     uses_model_heads,
 )
 from medusa.engine.optimized_heads import optimized_heads
+from medusa.engine.views import packed_as
 from medusa.heads.autoregressive_head import Heads
 from medusa.heads.checkpoint import HeadsCheckpoint, check_heads_fit, load_heads
 from medusa.measurement.llama_cpp import LlamaCpp, answered_by, llama_cpp_unsupported_reason
@@ -231,6 +233,11 @@ def other_heads(name: str, model: MedusaModel) -> System:
 def _theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> System | str:
     """A mode of ``transformers``, on the base as it was loaded; or the reason why it cannot run here."""
     base, options = model.base, dict[str, Any]()
+    if packed_as(base) is not None:
+        return (
+            "the base is held in its own bits, and transformers would widen it to four bytes a weight; to "
+            "measure all systems on that, name it: --systems transformers"
+        )
     if name == STATIC:
         if not getattr(base, "_can_compile_fullgraph", True):
             return f"transformers cannot compile {type(base).__name__}"
@@ -256,14 +263,16 @@ def _theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> System 
 
 
 def llama_cpp_files(model: MedusaModel, given: Sequence[Path] | None) -> dict[str, Path]:
-    """System -> its GGUF file: the given files, else the files in the base's directory.
+    """System -> its GGUF file: the given files, else the base itself or the files in its directory.
 
     A system is named after the end of its file's name: ``llama.cpp-q8_0`` is MODEL-q8_0.gguf.
 
     Raises:
         ValueError: two would have one name.
     """
-    found = sorted(Path(model.base.name_or_path).glob("*.gguf")) if given is None else given
+    base = Path(model.base.name_or_path)
+    own = [base] if begins_as_gguf(base) else sorted(base.glob("*.gguf"))
+    found = own if given is None else given
     files: dict[str, Path] = {}
     for path in found:
         name = f"{LLAMA_CPP}-{re.split('[.-]', path.stem)[-1].lower()}"

@@ -418,10 +418,11 @@ class Service:
             raise RequestError(refusal[1], param=refusal[0])
         is_gap = isinstance(asked, CompletionRequest) and (asked.suffix or isinstance(asked, InfillRequest))
         if is_gap and self.infill is None:
-            name = asked.suffix_name
+            name, can_do_without = asked.suffix_name, not isinstance(asked, InfillRequest)
+            advice = f"leave {name} out" if can_do_without else "ask /v1/completions to go on with a text"
             raise RequestError(
                 f"{name} needs a model that was trained to fill in the middle, and the tokenizer of this one "
-                f"has no tokens for it, such as <|fim_prefix|>; leave {name} out, or serve a model for code, "
+                f"has no tokens for it, such as <|fim_prefix|>; {advice}, or serve a model for code, "
                 "such as Qwen2.5-Coder",
                 param=name,
             )

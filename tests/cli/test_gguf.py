@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard
 from quantised_files import VOCAB_SIZE, write_model
 from reported import assert_fidelity_is_told, last_report, ran, reported
 
+import medusa.hardware
 from medusa import HeadsCheckpoint, HeadsConfig, MedusaHeads, load_heads, save_heads
 from medusa.base.gguf_file import GGUFFile
 from medusa.base.loading import find_base, load_base
@@ -17,6 +18,7 @@ from medusa.cli import evaluate
 from medusa.cli.main import main
 from medusa.engine.loading import load_for_engine
 from medusa.heads.fingerprint import BaseFingerprint
+from medusa.measurement import benchmark
 
 pytestmark = needs_kernels
 pytest.importorskip("medusa.base.gguf_model", exc_type=ImportError, reason="needs a newer transformers")
@@ -74,12 +76,31 @@ def test_llama_cpp_reads_the_same_file_where_it_is_installed(file, tmp_path, cap
 
 
 def test_where_llama_cpp_is_not_installed_one_line_says_so(file, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(evaluate, "llama_cpp_unsupported_reason", lambda: "it is not installed: pip install")
+    monkeypatch.setattr(evaluate, "llama_cpp_unsupported_reason", lambda: "pip install '.[llama-cpp]'")
     answered = tmp_path / "answered.jsonl"
     answered.write_text(json.dumps({"prompt": "why?", "answer": "the thin man thinks"}) + "\n")
     found, _, said = reported(capsys, "evaluate", "--fidelity", "--base", file, "--prompts", answered)
     assert list(found["engines"]) == ["int8"]
-    assert "llama.cpp is left out: it is not installed: pip install" in said
+    assert "llama.cpp is left out: pip install '.[llama-cpp]'" in said
+
+
+def test_the_file_itself_is_measured_beside_llama_cpp_and_transformers_only_where_it_is_named(
+    file, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(benchmark, "NUM_WARM_UPS", 1)
+    monkeypatch.setitem(medusa.hardware.PROBE_BYTES, "cpu", 2**20)
+    monkeypatch.setitem(medusa.hardware.PROBE_WIDTH, "cpu", 64)
+    monkeypatch.setitem(sys.modules, "llama_cpp", FakeLlamaCpp(VOCAB_SIZE))
+    (tmp_path / "p.jsonl").write_text('{"prompt": "why?"}\n')
+    flags = ["--base", file, "--prompts", tmp_path / "p.jsonl", "--plot", tmp_path / "p.png"]
+    flags += ["--max-new-tokens", 6]
+    own, _, said = reported(capsys, "benchmark", *flags)
+    assert "packed in Q4_K" in said and own["engine"] == "int8"
+    assert "in its own bits" in own["skipped"]["transformers"]
+    assert "llama.cpp-a model" in own["milliseconds_per_token"], "the base itself is the file"
+    for more in (["--systems", "transformers"], ["--engine", "eager"]):
+        widened, _, said = reported(capsys, "benchmark", *flags, *more)
+        assert "packed in Q4_K" not in said and "transformers" in widened["milliseconds_per_token"]
 
 
 # ------------------------------------------------------------------ heads for it
