@@ -18,6 +18,7 @@ DEMO   := runs/demo
 TEST_PROCESSES ?= 2
 ROOMS  ?= tests/base tests/decoding tests/drafters tests/engine tests/heads
 
+# pip install --no-compile: half a minute less, since most modules of torch and transformers are never imported.
 export TOKENIZERS_PARALLELISM := false
 
 .DELETE_ON_ERROR:
@@ -34,7 +35,7 @@ models: $(BASE)/config.json
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"medusa needs Python 3.11 or newer, $(PYTHON) is {v.major}.{v.minor}; name another one: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[train,dev]'
+	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable '.[train,dev]'
 	@touch $@
 
 $(BASE)/config.json: | .venv/.installed
@@ -96,7 +97,7 @@ test: lint | $(BASE)/config.json
 OLDEST := $(shell sed -n 's/^ *"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml).0
 .venv-oldest/.$(OLDEST): | .venv/.installed
 	rm -rf .venv-oldest
-	$(BIN)/python -m pip install --quiet --no-deps --target .venv-oldest transformers==$(OLDEST) 'huggingface_hub<2'
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target .venv-oldest transformers==$(OLDEST) 'huggingface_hub<2'
 	@touch $@
 
 test-oldest: .venv-oldest/.$(OLDEST) .venv/.installed
@@ -115,7 +116,7 @@ NEWEST := \
 test-newest:
 	rm -rf .venv-newest
 	$(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet . pytest pytest-xdist hypothesis openai
+	.venv-newest/bin/python -m pip install --quiet --no-compile . pytest pytest-xdist hypothesis openai
 	OMP_NUM_THREADS=1 .venv-newest/bin/pytest -n $(TEST_PROCESSES) --dist worksteal -W error::FutureWarning $(NEWEST)
 
 check: lint

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -106,7 +107,8 @@ class Experiment:
         digest = hashlib.sha256()
         for part in map(ROOT.joinpath, self.code):
             for file in sorted(each for each in part.rglob("*") if each.is_file() and each.suffix != ".pyc"):
-                digest.update(statements(file) if file.suffix == ".py" else file.read_bytes())
+                text = file.read_bytes()
+                digest.update(statements(text) if file.suffix == ".py" else text)
         return digest.hexdigest()
 
     @property
@@ -115,9 +117,10 @@ class Experiment:
         return record is None or record["code"] != self.digest()
 
 
-def statements(module: Path) -> bytes:
-    """The code of a module without comments, docstrings and layout."""
-    tree = ast.parse(module.read_bytes())
+@functools.cache
+def statements(module: bytes) -> bytes:
+    """The code of a module without comments, docstrings and layout; many experiments depend on the same."""
+    tree = ast.parse(module)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             node.body = [each for each in node.body if not is_text(each)]
