@@ -226,6 +226,9 @@ def as_template(messages: Iterable[Message], tokenizer: Any) -> list[Message]:
     """``messages`` as the chat template of ``tokenizer`` reads them, with the reasoning under every name that
     templates have for it.
 
+    Templates of models that read images too may want content in parts, as LLaVA's does; given a text they
+    leave it out without a word.
+
     Arguments of calls that are JSON text become objects for templates that take these. Text that is no
     object, such as a call that a length limit has cut, stays text; a template that goes through arguments by
     name, as Qwen3-Coder's does, gets it under the name ``arguments``.
@@ -234,9 +237,10 @@ def as_template(messages: Iterable[Message], tokenizer: Any) -> list[Message]:
         {**each, "thinking": each["reasoning_content"]} if each.get("reasoning_content") else each
         for each in messages
     ]
+    template = str(tokenizer.chat_template)
+    found = [_with_parts(each) if _wants_parts(tokenizer, template, each["role"]) else each for each in found]
     if not any(each.get("tool_calls") for each in found):
         return found
-    template = str(tokenizer.chat_template)
     if _joins(tokenizer, template):
         return [_with_arguments(each, _as_text) for each in found]
     takes_text = _takes_text(tokenizer, template)
@@ -255,6 +259,34 @@ def as_openai(messages: Iterable[Message]) -> list[Message]:
         call.clear()
         call.update({**named, "function": function})
     return written
+
+
+def _with_parts(message: Message) -> Message:
+    """``message`` with its content in one part, where it is a text."""
+    content = message["content"]
+    return (
+        {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _wants_parts(tokenizer: Any, template: str, role: str) -> bool:
+    """Whether ``template``, the tokenizer's own, shows what a message of ``role`` says in parts alone."""
+    text = "the content of a message"
+    asked: list[Message] = []
+    if role != "user":
+        question = {"role": "user", "content": "a question"}
+        asked = [_with_parts(question) if _wants_parts(tokenizer, template, "user") else question]
+    said = {"role": role, "content": text}
+
+    def shows(message: Message) -> bool:
+        try:
+            order = [message, *asked] if role == "system" else [*asked, message]
+            return text in tokenizer.apply_chat_template(order, tokenize=False)
+        except (jinja2.TemplateError, TypeError):
+            return False
+
+    return not shows(said) and shows(_with_parts(said))
 
 
 def _with_arguments(message: Message, written: Callable[[Any], Any]) -> Message:

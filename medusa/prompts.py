@@ -76,7 +76,8 @@ def has_same_template_kwargs(
     """Whether ``template_kwargs`` render a question in the same way as one of ``others``."""
 
     def rendered(each: Mapping[str, Any]) -> str:
-        return tokenizer.apply_chat_template(list(PROBE), tokenize=False, add_generation_prompt=True, **each)
+        probe = as_template(PROBE, tokenizer)
+        return tokenizer.apply_chat_template(probe, tokenize=False, add_generation_prompt=True, **each)
 
     return tokenizer.chat_template is None or rendered(template_kwargs) in map(rendered, others)
 

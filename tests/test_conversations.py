@@ -288,3 +288,60 @@ def test_an_answer_that_its_row_takes_out_is_context_and_counted(left_out):
 def test_what_a_row_says_and_cannot_mean_is_refused(row, complaint):
     with pytest.raises(ValueError, match=f"data row 1.*{complaint}"):
         parse_row(row, "data row 1")
+
+
+LLAVA = (
+    "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': ' }}"
+    "{% endif %}{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}"
+    "{{ '<image>\n' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ content['text'] + ' ' }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+IDEFICS = (
+    "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+ASKS_FIRST = "{% if messages[0].role == 'assistant' %}{{ raise_exception('ask first') }}{% endif %}"
+ANSWERS_AS_TEXT = (
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{{ m.content + '\n' }}"
+    "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}\n{% endif %}{% endfor %}"
+)
+QWEN_VL = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
+    "{{ message['content'] }}<|im_end|>\n{% else %}{% for content in message['content'] %}"
+    "{% if 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}"
+    "{% endfor %}"
+)
+TURNS = [
+    {"role": "system", "content": "Be short."},
+    ASKED,
+    SAID,
+    {"role": "user", "content": "And then?"},
+]
+
+
+@pytest.mark.parametrize(
+    "template, of_parts",
+    [
+        (LLAVA, {"system", "user", "assistant"}),
+        (IDEFICS, {"system", "user", "assistant"}),
+        (ASKS_FIRST + LLAVA, {"system", "user", "assistant"}),
+        (ANSWERS_AS_TEXT, {"system", "user"}),
+        (QWEN_VL, set()),
+        (TEMPLATE, set()),
+    ],
+    ids=["LLaVA", "Idefics3", "a question first", "answers as text", "Qwen2-VL", "text"],
+)
+def test_a_template_gets_content_in_the_form_in_which_it_shows_it(template, of_parts):
+    """The templates of many models that read images leave a plain text out, without a word."""
+    tokenizer = chat_tokenizer(template)
+    given = as_template(TURNS, tokenizer)
+    assert {each["role"] for each in given if isinstance(each["content"], list)} == of_parts
+    rendered = tokenizer.apply_chat_template(given, tokenize=False)
+    places = [rendered.find(each["content"]) for each in TURNS]
+    assert -1 not in places and places == sorted(places), rendered
+    assert SAID["content"] in "".join(trained_on({"messages": TURNS}, template)[1])

@@ -140,8 +140,21 @@ def ids_of(named: int | Sequence[int] | Tensor | None) -> list[int]:
 
 
 def context_length(base: CausalLM) -> int | None:
-    """Positions the model was made for, None when its configuration does not say."""
-    return getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    """Positions the model was made for, None when its configuration does not say.
+
+    YaRN (arXiv 2309.00071) stretches an original context by a factor, which the model's card may have users
+    add to a configuration that still names the original.
+    """
+    named = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if named is None:
+        return None
+    sets = zip(rope_types(base), _rope_parameters(base), strict=True)
+    stretched = [
+        int(each["factor"] * (each.get("original_max_position_embeddings") or named))
+        for kind, each in sets
+        if kind == "yarn" and each.get("factor")
+    ]
+    return max(named, min(stretched, default=named))
 
 
 def longrope_threshold(base: CausalLM) -> int | None:

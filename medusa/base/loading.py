@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,15 +18,8 @@ import transformers
 from huggingface_hub import HfApi, constants, scan_cache_dir, try_to_load_from_cache
 from huggingface_hub.errors import CacheNotFound, HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-)
-from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
+from transformers import MODEL_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from medusa.assets import base_named
@@ -37,6 +31,7 @@ from medusa.base.quantised_directory import (
     described_settings,
     is_quantised,
 )
+from medusa.base.text_part import auto_class, text_part, writes_text
 from medusa.hub import (
     HUB_ARGUMENTS,
     explained_hub_errors,
@@ -59,6 +54,12 @@ SOURCE_ARGUMENTS = (
     "gguf_file",
 )
 """The arguments of ``from_pretrained`` that say where files come from."""
+MISSING_OK = {
+    "_raise_exceptions_for_missing_entries": False,
+    "_raise_exceptions_for_gated_repo": False,
+    "_raise_exceptions_for_connection_errors": False,
+}
+PROCESSOR_TEMPLATE = "chat_template.json"
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,9 @@ def find_base(source: str | Path | BaseSource, **kwargs: Any) -> BaseSource:
     config = arguments.get("config")
     if config is None:
         config = AutoConfig.from_pretrained(name, **source_arguments(arguments))
-    kind = type(config)
-    if kind in MODEL_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) in MODEL_MAPPING and not writes_text(config):
         raise ValueError(
-            f"base must be a causal language model, got {name!r}, a {kind.model_type} model; choose a "
+            f"base must be a causal language model, got {name!r}, a {config.model_type} model; choose a "
             "decoder-only one, such as Llama or Qwen"
         )
     return BaseSource(name, arguments, config)
@@ -129,7 +129,7 @@ def load_base(source: str | Path | BaseSource, **kwargs: Any) -> CausalLM:
         return load_widened(source, _widened_dtype(source))
     arguments = {**source.arguments, "output_loading_info": True}
     with explained_damage(source.name):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source.name, **arguments)
+        loaded: Any = auto_class(source.config).from_pretrained(source.name, **arguments)
     base, info = loaded
     output = base.get_output_embeddings()
     names = [f"{name}.weight" for name, module in base.named_modules() if module is output]
@@ -138,7 +138,7 @@ def load_base(source: str | Path | BaseSource, **kwargs: Any) -> CausalLM:
             f"base {source.name!r} is no language model: its files hold no LM head ({lacks[0]}), so it would "
             "answer from random weights; name a checkpoint of the whole model"
         )
-    return base.eval()
+    return text_part(base).eval()
 
 
 def gguf_model() -> Any:
@@ -293,17 +293,15 @@ def load_widened(source: BaseSource, dtype: torch.dtype) -> CausalLM:
     return quantised_directory(source).load_widened(dtype, **source_arguments(source.arguments))
 
 
-def weight_files(source: BaseSource) -> list[Path]:
-    """The safetensors files of a checkpoint, from the hub where they are not here; none where it has none."""
+def weight_files(source: BaseSource, alone: str = SAFE_WEIGHTS_NAME) -> list[Path]:
+    """The safetensors files of a checkpoint, from the hub where they are not here; none where it has none.
+
+    ``alone`` is the name of the file where there is only one: :data:`WEIGHTS_NAME` asks for ``.bin`` files.
+    """
     options = {key: each for key, each in source.arguments.items() if key in PLACES}
-    missing_ok = {
-        "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_gated_repo": False,
-        "_raise_exceptions_for_connection_errors": False,
-    }
-    if (alone := cached_file(source.name, "model.safetensors", **options, **missing_ok)) is not None:
-        return [Path(alone)]
-    index = cached_file(source.name, "model.safetensors.index.json", **options, **missing_ok)
+    if (found := cached_file(source.name, alone, **options, **MISSING_OK)) is not None:
+        return [Path(found)]
+    index = cached_file(source.name, f"{alone}.index.json", **options, **MISSING_OK)
     if index is None:
         return []
     files, _ = get_checkpoint_shard_files(source.name, index, **options)
@@ -353,7 +351,20 @@ def load_tokenizer(source: str | Path | BaseSource, **kwargs: Any) -> Any:
         name, arguments = source.name, source_arguments(source.arguments)
     else:
         name, arguments = resolve_source(source, {"trust_remote_code": False, **source_arguments(kwargs)})
-    return AutoTokenizer.from_pretrained(name, **arguments)
+    tokenizer = AutoTokenizer.from_pretrained(name, **arguments)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = _template_of_processor(name, arguments)
+    return tokenizer
+
+
+def _template_of_processor(name: str, arguments: dict[str, Any]) -> str | None:
+    """The chat template of a model of images that was saved before tokenizers had it too; None where there is
+    none."""
+    options = {key: each for key, each in arguments.items() if key in PLACES}
+    path = cached_file(name, PROCESSOR_TEMPLATE, **options, **MISSING_OK)
+    if path is None:
+        return None
+    return json.loads(Path(path).read_text("utf-8"))["chat_template"]
 
 
 def source_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:

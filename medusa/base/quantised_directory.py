@@ -20,7 +20,7 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from medusa.base.quantised_forms import (
     BLOCK,
@@ -31,6 +31,7 @@ from medusa.base.quantised_forms import (
     QuantisedMatrix,
     fp8_numbers,
 )
+from medusa.base.text_part import auto_class
 from medusa.console import megabytes
 
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
@@ -333,7 +334,7 @@ class QuantisedDirectory:
         where its files come from."""
         is_trusted = bool(arguments.get("trust_remote_code"))
         with init_empty_weights(include_buffers=False):
-            model: Any = AutoModelForCausalLM.from_config(
+            model: Any = auto_class(self.config).from_config(
                 self.config, dtype=torch.float32, trust_remote_code=is_trusted
             )
         model.tie_weights()

@@ -64,9 +64,12 @@ def is_recurrent(base: Any) -> bool:
     """Whether layers of ``base`` keep more of a text than keys and values: a recurrent state, or the window
     of a convolution."""
     kinds = getattr(base.config.get_text_config(decoder=True), "layer_types", None) or ()
-    classes = [DYNAMIC_LAYER_TYPE_MAPPING.get(kind, DynamicLayer) for kind in kinds]
-    in_cache = any(issubclass(each, LinearAttentionCacheLayerMixin) for each in classes)
-    return in_cache or bool(getattr(base, "_is_stateful", False))
+    known = [DYNAMIC_LAYER_TYPE_MAPPING[kind] for kind in kinds if kind in DYNAMIC_LAYER_TYPE_MAPPING]
+    if any(issubclass(each, LinearAttentionCacheLayerMixin) for each in known):
+        return True
+    # of a class that may keep one, this model does not where all its layers are known as attention
+    says_all = bool(kinds) and len(known) == len(kinds)
+    return not says_all and bool(getattr(base, "_is_stateful", False))
 
 
 def check_states(base: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 from medusa.assets import shipped_heads
@@ -29,6 +29,7 @@ from medusa.base.loading import (
 )
 from medusa.base.quantised_directory import described_settings
 from medusa.base.recurrent import is_recurrent, kind_of_layer
+from medusa.base.text_part import auto_class, text_part
 from medusa.cli.option_types import InfoOptions
 from medusa.cli.options import answer_command, command
 from medusa.console import counted, megabytes, output_console
@@ -119,7 +120,7 @@ def describe_base(config: PreTrainedConfig) -> dict[str, Any]:
     """The features of a base of this configuration, in plain values. No weights are read: a type that the
     tests do not cover is checked when it is loaded."""
     with torch.device("meta"), explained_kind(str(config.name_or_path)):
-        base: Any = AutoModelForCausalLM.from_config(config)
+        base: Any = text_part(auto_class(config).from_config(config))
     try:
         check_decodable(base)
         decodes = "yes" if is_tested(base) else "tried when it is loaded"

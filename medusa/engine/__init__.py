@@ -23,10 +23,10 @@ A base that is loaded by its name on a CPU is packed while it is read, and holds
 with ``engine="eager"``.
 
 The kernels (:mod:`medusa.engine.kernels`) compute in float32, whatever the type of the weights, and give a
-node bit-identical logits in a single pass, in a tree and in a batch. Mixtures of experts multiply their
-experts' weights with ``transformers``' own code, whose sums depend on the number of rows; there, and on
-eager, text is equal except where two tokens tie to the last bits. Drafts cannot change the text, so Medusa
-heads compute with int8 weights, and score the tokens of a token map so.
+node bit-identical logits in a single pass, in a tree and in a batch. The router of a mixture of experts, and
+experts of an unusual form, are ``transformers``' own code, whose sums depend on the number of rows; there,
+and on eager, text is equal except where two tokens tie to the last bits. Drafts cannot change the text, so
+Medusa heads compute with int8 weights, and score the tokens of a token map so.
 
 The views compute layers with the same input as one product, and norms in one call; see ``views``. To quantise
 weights on any device, let ``transformers`` quantise them when it loads the model; ``eager`` runs it.

@@ -46,6 +46,7 @@ from medusa.base.causal_lm import (
 )
 from medusa.engine.kernels import PackedMatmul
 from medusa.engine.libraries import digest_of, kept_library
+from medusa.engine.packed_experts import PackedExperts
 from medusa.engine.programs import Part, Program
 from medusa.engine.views import JoinedLinear
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
@@ -72,9 +73,10 @@ def layers_unsupported_reason(view: CausalLM) -> str | None:
     config = view.config.get_text_config(decoder=True)
     if not takes_seen_slots(config):
         return f"attention that the kernels compute, got {config._attn_implementation!r}"
-    if any(weight.dim() > 2 for layer in decoder_layers(view) for weight in layer.parameters()):
-        return "layers without experts, whose products no library has an operator for"
     parts = [module for layer in decoder_layers(view) for module in layer.modules()]
+    has_others = any(weight.dim() > 2 for layer in decoder_layers(view) for weight in layer.parameters())
+    if has_others or any(isinstance(each, PackedExperts) for each in parts):
+        return "layers without experts, which are chosen by numbers that no library asks for"
     widths = [len(each.weight) for each in parts if isinstance(each, JoinedLinear)]
     widths += [each.width for each in parts if isinstance(each, PackedMatmul)]  # of rows inside a layer
     odd = [width for width in widths if width % VECTOR]

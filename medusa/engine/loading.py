@@ -13,31 +13,22 @@ the weights themselves need a base that was loaded in the ordinary way, with ``e
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.attention import is_code_of_transformers
 from medusa.base.causal_lm import CausalLM, embedding_rows, lm_head
-from medusa.base.loading import (
-    BaseSource,
-    explained_damage,
-    find_base,
-    is_held_quantised,
-    load_base,
-    weight_files,
-)
-from medusa.console import gigabytes
+from medusa.base.loading import BaseSource, explained_kind, find_base, is_held_quantised, load_base
+from medusa.base.stored_weights import StoredWeights
+from medusa.base.text_part import empty_model, text_part
 from medusa.engine.file_weights import (
     NarrowEmbedding,
     is_lookup,
@@ -46,15 +37,14 @@ from medusa.engine.file_weights import (
     packed_rest,
     released_pages,
 )
-from medusa.engine.kernels import TWELVE_BITS, kernels_unsupported_reason, uses_twelve_bits
-from medusa.engine.quantised_loading import SPARE_BYTES, load_quantised
-from medusa.hardware import available_memory
+from medusa.engine.held_sizes import HeldSizes, check_fits
+from medusa.engine.kernels import kernels_unsupported_reason
+from medusa.engine.packed_experts import expert_matrices, is_experts
+from medusa.engine.quantised_loading import load_quantised
 from medusa.options import Engine
 
 PLACING = ("dtype", "torch_dtype", "device_map", "quantization_config", "variant", "tp_plan")
 """Arguments of ``from_pretrained`` that say in which precision a base is loaded, or where."""
-FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-"""Types of weights that can be packed, as safetensors names them, the narrowest first."""
 
 
 def load_for_engine(source: str | Path | BaseSource, engine: Engine, **kwargs: Any) -> CausalLM:
@@ -72,21 +62,32 @@ def load_for_engine(source: str | Path | BaseSource, engine: Engine, **kwargs: A
     source = find_base(source, **kwargs)
     if is_held_quantised(source):
         return load_quantised(source, engine)
-    sizes = FileSizes.of(source)
-    if sizes is not None:
-        sizes.check_memory(source.name, engine)
-    if sizes is None or engine == "eager" or kernels_unsupported_reason() is not None:
+    if engine == "auto":
+        engine = "eager" if kernels_unsupported_reason() is not None else "packed"
+    has_kernels = engine != "eager" and kernels_unsupported_reason() is None
+    with explained_kind(source.name):
+        model = empty_model(source.config, bool(source.arguments.get("trust_remote_code")))
+    stored = StoredWeights.of(source, model)
+    is_ours = stored is not None and has_kernels and is_code_of_transformers(model)
+    is_ours = is_ours and is_code_of_transformers(model.get_decoder()) and not _has_adapter(source)
+    sizes = HeldSizes.of(text_part(model), stored, is_beside=not is_ours)
+    check_fits(source.name, engine, sizes.bytes_for)
+    if stored is None or not is_ours:
         return load_base(source, dtype=torch.float32)
-    base = load_base(source, dtype=sizes.dtype)
-    is_known_code = is_code_of_transformers(base) and is_code_of_transformers(base.get_decoder())
-    if is_known_code and not getattr(base, "_hf_peft_config_loaded", False):
+    base = load_base(source, dtype=stored.dtype)
+    if not getattr(base, "_hf_peft_config_loaded", False):
         check_decodable(base)  # what cannot be decoded may fail on packed weights in other words
+        stored.give_back(base)
         base = packed_in_place(base, int8=engine == "int8")
         if is_tested(base) or not misses_weights(base):
             return base
     # what other code computes for itself while it is made, in the narrow type, cannot be computed anew; and
     # an adapter that lies beside the weights, which transformers puts on, was rounded to that type
     return load_base(source, dtype=torch.float32)
+
+
+def _has_adapter(source: BaseSource) -> bool:
+    return Path(source.name, ADAPTER_CONFIG_NAME).exists()
 
 
 def packed_in_place(base: CausalLM, int8: bool = False) -> CausalLM:
@@ -96,6 +97,8 @@ def packed_in_place(base: CausalLM, int8: bool = False) -> CausalLM:
     }
     rows = embedding_rows(lm_head(base))
     kept = {id(module.weight) for module in base.modules() if type(module) in (nn.Linear, Conv1D)}
+    for experts in filter(is_experts, base.modules()):
+        kept |= {id(experts._parameters[name]) for name in expert_matrices(experts)}
     _widen(base, kept | {id(module.weight) for module in embeddings})
     for module in list(base.modules()):
         for name, child in list(module.named_children()):
@@ -127,8 +130,14 @@ def _widen(base: CausalLM, kept: set[int]) -> None:
                     computed.append(module)
                     continue
             module._buffers[name]._is_hf_initialized = True
+    owners = {  # the innermost model of each module: its configuration has what the module is made of
+        module: model
+        for model in base.modules()
+        if isinstance(model, PreTrainedModel)
+        for module in model.modules()
+    }
     for module in dict.fromkeys(computed):
-        base._init_weights(module)
+        owners[module]._init_weights(module)
     for config in _configs(base.config):
         config.dtype = torch.float32
 
@@ -139,79 +148,3 @@ def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     for name in getattr(config, "sub_configs", {}):
         if (part := getattr(config, name, None)) is not None:
             yield from _configs(part)
-
-
-# ------------------------------------------------------------------ content of the files
-
-
-@dataclass(frozen=True)
-class FileSizes:
-    """The size of a checkpoint's weights, from its files."""
-
-    dtype: torch.dtype
-    """The narrowest type that holds all of them."""
-    num_bytes: int
-    """In their files."""
-    num_weights: int
-
-    @classmethod
-    def of(cls, source: BaseSource) -> FileSizes | None:
-        """The sizes of the base at ``source``; None where it has no safetensors files of plain numbers.
-
-        Raises:
-            ValueError: a file is damaged.
-        """
-        arguments = source.arguments
-        if "gguf_file" in arguments or arguments.get("use_safetensors") is False:
-            return None
-        if getattr(source.config, "quantization_config", None) is not None:
-            return None
-        counts: Counter[str] = Counter()  # of numbers, by their type
-        with explained_damage(source.name):
-            for file in weight_files(source):
-                with safe_open(file, "pt") as opened:
-                    for part in map(opened.get_slice, opened.keys()):
-                        counts[part.get_dtype()] += math.prod(part.get_shape())
-        if counts.keys() - {*FLOATS, *_WHOLE}:
-            return None
-        floats = {FLOATS[name]: count for name, count in counts.items() if name in FLOATS}
-        if not floats:
-            return None
-        return cls(
-            next(iter(floats)) if len(floats) == 1 else torch.float32,
-            sum(dtype.itemsize * count for dtype, count in floats.items()),
-            sum(floats.values()),
-        )
-
-    def bytes_for(self, engine: Engine) -> int:
-        """Memory that the weights take as ``engine`` holds them, about."""
-        if engine == "eager":
-            return 4 * self.num_weights
-        if self.num_bytes < self.num_weights * self.dtype.itemsize:  # of several types, so they are widened
-            return self.num_weights * self.dtype.itemsize
-        if engine == "int8":
-            return self.num_weights
-        in_twelve_bits = (
-            self.dtype == torch.bfloat16 and kernels_unsupported_reason() is None and uses_twelve_bits()
-        )
-        return int(self.num_weights * TWELVE_BITS / 8) if in_twelve_bits else self.num_bytes
-
-    def check_memory(self, name: str, engine: Engine) -> None:
-        """Raise MemoryError where the machine has too little memory for this engine."""
-        free = available_memory()
-        if engine == "auto":
-            engine = "eager" if kernels_unsupported_reason() is not None else "packed"
-        needed = self.bytes_for(engine) + SPARE_BYTES
-        if free is None or needed <= free:
-            return
-        known: tuple[Engine, ...] = ("packed", "int8")
-        others = [each for each in known if self.bytes_for(each) + SPARE_BYTES <= free]
-        fits = " or ".join(f"engine={each!r}, {gigabytes(self.bytes_for(each))}" for each in others)
-        advice = f"what fits is {fits}" if fits else "no engine holds it here; choose a smaller base"
-        raise MemoryError(
-            f"base {name!r} takes {gigabytes(needed)} with engine={engine!r}, and "
-            f"{gigabytes(free)} of memory are free; {advice}"
-        )
-
-
-_WHOLE = ("I8", "I16", "I32", "I64", "U8", "BOOL")

@@ -27,7 +27,7 @@ from medusa.base.loading import (
 )
 from medusa.base.quantised_directory import QuantisedDirectory, set_weight
 from medusa.base.quantised_forms import QuantisedLayer, QuantisedMatrix
-from medusa.console import counted, gigabytes, log_console, megabytes
+from medusa.console import counted, log_console, megabytes
 from medusa.engine.file_weights import (
     NarrowEmbedding,
     QuantisedEmbedding,
@@ -46,16 +46,14 @@ from medusa.engine.group_quantised import (
     GroupQuantisedMatmul,
     QuantisedRows,
 )
+from medusa.engine.held_sizes import check_fits
 from medusa.engine.kernels import kernels_unsupported_reason
 from medusa.engine.views import joinable_linears, pack_linears, share_product
-from medusa.hardware import available_memory
 from medusa.options import Engine
 
 if TYPE_CHECKING:
     from medusa.base.gguf_model import NamedWeight
 
-SPARE_BYTES = 400 * 2**20
-"""Memory that a start takes beside the weights: caches, the first pass, heads."""
 ReadsWeight = Callable[[], QuantisedRows | Tensor]
 """Reads the weight of a module: in whole numbers, or as plain numbers (out, in)."""
 
@@ -80,10 +78,16 @@ def load_quantised(source: BaseSource, engine: Engine) -> CausalLM:
             else _held_directory(source, directory, engine)
         )
     if is_widened:
-        shapes = [each.shape for each in source.gguf.tensors.values()]
-        _check_fits(source.name, "eager", 4 * sum(map(math.prod, shapes)))
+        num_weights = sum(math.prod(each.shape) for each in source.gguf.tensors.values())
+        _check_widened_fits(source.name, num_weights, source.gguf.num_bytes)
         return load_widened(source, torch.float32)
     return _held_file(source, source.gguf, engine)
+
+
+def _check_widened_fits(name: str, num_weights: int, in_files: int) -> None:
+    """Raise MemoryError where the weights find no place in float32; in the files they take ``in_files``."""
+    others: tuple[Engine, ...] = ("auto",) if kernels_unsupported_reason() is None else ()
+    check_fits(name, "eager", lambda each: 4 * num_weights if each == "eager" else in_files, others)
 
 
 # ------------------------------------------------------------------ directories
@@ -93,7 +97,8 @@ def _widened_directory(source: BaseSource, directory: QuantisedDirectory) -> Cau
     arguments = source_arguments(source.arguments)
     model = directory.empty_model(**arguments)
     directory.quantised_layers(model)
-    _check_fits(source.name, "eager", 4 * sum(each.numel() for each in model.parameters()))
+    in_files = sum(each.num_bytes for each in directory.tensors.values())
+    _check_widened_fits(source.name, sum(each.numel() for each in model.parameters()), in_files)
     return directory.load_widened(torch.float32, **arguments)
 
 
@@ -102,7 +107,8 @@ def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: E
     layers = directory.quantised_layers(base)
     plain = directory.plain_names(base, layers)
     num_bytes = sum(directory.tensors[stored].num_bytes for stored in plain.values())
-    _check_fits(source.name, engine, num_bytes + sum(_bytes_held(each, engine) for each in layers.values()))
+    num_bytes += sum(_bytes_held(each, engine) for each in layers.values())
+    check_fits(source.name, engine, lambda _: num_bytes, ())
     check_decodable(base)
     modules = dict(base.named_modules())
     for name, stored in plain.items():
@@ -187,7 +193,10 @@ def _held_file(source: BaseSource, file: GGUFFile, engine: Engine) -> CausalLM:
     held |= {weights[name].source for name in plain}
     others = {name: each for name, each in file.tensors.items() if name not in held}
     num_widened = sum(math.prod(each.shape) for each in others.values())
-    _check_fits(source.name, engine, sum(file.tensors[name].num_bytes for name in held) + 4 * num_widened)
+    num_bytes = sum(file.tensors[name].num_bytes for name in held) + 4 * num_widened
+    if "tied" in quantised:  # its rows stay in the file for lookups
+        num_bytes += quantised["tied"][1].rows.nbytes
+    check_fits(source.name, engine, lambda _: num_bytes, ())
     _say_what_is_widened(others)
     check_decodable(base)
     for name, values in plain.items():
@@ -335,13 +344,3 @@ def _have_one_order(weights: Sequence[QuantisedRows]) -> bool:
     if first is None:
         return all(each is None for each in others)
     return all(each is not None and torch.equal(first, each) for each in others)
-
-
-def _check_fits(name: str, engine: Engine, num_bytes: int) -> None:
-    """Raise MemoryError where ``num_bytes`` of weights find no place beside what runs here."""
-    free, needed = available_memory(), num_bytes + SPARE_BYTES
-    if free is not None and needed > free:
-        raise MemoryError(
-            f"base {name!r} takes {gigabytes(needed)} with engine={engine!r}, and {gigabytes(free)} of "
-            "memory are free; choose a smaller file, or leave engine to be chosen"
-        )

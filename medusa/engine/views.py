@@ -15,7 +15,13 @@ from medusa.base.architecture_check import is_tested, verification_error
 from medusa.base.attention import TREE_ATTENTION
 from medusa.base.causal_lm import CausalLM, copy_sharing_parameters
 from medusa.base.recurrent import is_recurrent
-from medusa.engine.kernels import PackedLinear, PackedMatmul, kernels_unsupported_reason
+from medusa.engine.kernels import (
+    PackedLinear,
+    PackedMatmul,
+    kernels_unsupported_reason,
+    narrowest_dtype,
+)
+from medusa.engine.packed_experts import PackedExperts, is_experts
 from medusa.engine.snapshot import alteration_of
 
 ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")
@@ -66,6 +72,8 @@ def pack_linears(parent: nn.Module, int8: bool, release: Callable[[Tensor], Tens
     :func:`with_kernels`."""
     others: dict[nn.Module, nn.Module] = {}
     for linears in joinable_linears(parent):
+        if not int8 and len({narrowest_dtype(each.weight.detach()) for each in linears}) > 1:
+            continue  # one product is in one type, and the narrower ones would be widened to it
         others.update(zip(linears, joined(linears, int8), strict=True))
     child: Any
     for name, child in list(parent.named_children()):
@@ -75,6 +83,8 @@ def pack_linears(parent: nn.Module, int8: bool, release: Callable[[Tensor], Tens
                 del made.weight
                 made.weight = release(child.weight.detach())
             setattr(parent, name, made)
+        elif is_experts(child) and not isinstance(parent, PackedExperts):
+            setattr(parent, name, PackedExperts(child, int8, release))
 
 
 def takes_tree_attention(base: CausalLM) -> bool:

@@ -150,7 +150,7 @@ class Service:
     @functools.cached_property
     def knows_tools(self) -> bool:
         """Whether the chat template shows tools to the model."""
-        say: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+        say = as_template([{"role": "user", "content": "a"}], self.tokenizer)
         tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
         try:
             return self._rendered(say, [tool]) != self._rendered(say)
@@ -163,7 +163,8 @@ class Service:
         texts = "said at first", "said after it"
         shortened = [{"role": "system", "content": text} for text in texts]
         try:
-            shown = self._rendered([*shortened, {"role": "user", "content": "a"}])
+            messages = as_template([*shortened, {"role": "user", "content": "a"}], self.tokenizer)
+            shown = self._rendered(messages)
         except TEMPLATE_ERRORS:
             return False
         return all(text in shown for text in texts)

@@ -22,11 +22,20 @@ from transformers import (
     LlamaForCausalLM,
     MoshiConfig,
     MoshiForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 
 from medusa import MedusaModel
 from medusa.base.architecture_check import check_tree_verification
-from medusa.base.causal_lm import common_context, longrope_threshold, new_cache, prefill, unmasked_window
+from medusa.base.causal_lm import (
+    common_context,
+    context_length,
+    longrope_threshold,
+    new_cache,
+    prefill,
+    unmasked_window,
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +101,21 @@ def test_the_switch_is_found_where_layer_types_have_settings_of_their_own():
     )
     assert longrope_threshold(Gemma3ForCausalLM(config)) == 40
     assert longrope_threshold(LlamaForCausalLM(LlamaConfig(**GROUPED))) is None
+
+
+def test_yarn_stretches_the_context_of_a_configuration_that_names_the_original():
+    """As the card of Qwen2.5 says: rope_scaling is added, and max_position_embeddings left as it is."""
+    torch.manual_seed(2)
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": SWITCH}
+    sizes = {**GROUPED, "max_position_embeddings": SWITCH}
+    base = Qwen2ForCausalLM(Qwen2Config(**sizes, rope_scaling=yarn)).eval()
+    assert context_length(base) == 4 * SWITCH
+    prompt = random_prompts(1, SWITCH + 5)
+    assert_decodes_as_transformers(base, prompt, max_new_tokens=20, do_sample=False)
+    with pytest.raises(ValueError, match=rf"must fit the base model's context of {4 * SWITCH} positions"):
+        MedusaModel(base).generate(prompt, max_new_tokens=4 * SWITCH)
+    sizes["max_position_embeddings"] = 5 * SWITCH
+    assert context_length(Qwen2ForCausalLM(Qwen2Config(**sizes, rope_scaling=yarn))) == 5 * SWITCH
 
 
 def test_dynamic_scaling_stays_within_the_context_where_it_scales_nothing():

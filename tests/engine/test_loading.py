@@ -19,6 +19,7 @@ from conftest import (
     random_prompts,
     tiny_model,
 )
+from loadable_models import bytes_held
 from safetensors.torch import load_file
 from stateful_models import DECODABLE, stateful_model
 from test_causal_lm import OTHERS
@@ -37,9 +38,12 @@ from medusa import CandidateTree, MedusaModel
 from medusa.base import architecture_check
 from medusa.base.causal_lm import embedding_rows, lm_head
 from medusa.base.loading import find_base, load_base
+from medusa.base.stored_weights import StoredWeights
+from medusa.base.text_part import empty_model
 from medusa.drafters.registry import DrafterFactory, DrafterSettings
-from medusa.engine import file_weights, kernels, loading
-from medusa.engine.loading import FileSizes, load_for_engine
+from medusa.engine import file_weights, held_sizes, kernels, loading
+from medusa.engine.held_sizes import HeldSizes
+from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_as, view_of
 from medusa.heads.fingerprint import BaseFingerprint
 
@@ -95,12 +99,16 @@ def test_files_of_other_precisions_are_packed_too(tmp_path, dtype):
 
 def test_weights_of_two_precisions_are_held_exactly(tmp_path):
     base = LlamaForCausalLM(LlamaConfig(**GROUPED)).bfloat16()
-    base.model.layers[0].mlp.down_proj.float()
-    with torch.no_grad():
-        base.model.layers[0].mlp.down_proj.weight.add_(2.0**-20)
+    for finer in (base.model.layers[0].mlp.down_proj, base.model.layers[1].self_attn.v_proj):
+        with torch.no_grad():
+            finer.float().weight.add_(2.0**-20)
     base.save_pretrained(tmp_path)
     packed, ids = load_for_engine(tmp_path, "packed"), random_prompts(1, 9)
-    assert FileSizes.of(find_base(tmp_path)).dtype == torch.float32
+    assert packed.model.layers[0].mlp.down_proj.panels.dtype == torch.float32
+    attention = packed.model.layers[1].self_attn
+    assert attention.v_proj.panels.dtype == torch.float32
+    for other in (lm_head(packed), attention.q_proj, attention.k_proj):
+        assert other.panels.dtype == torch.bfloat16, "whatever lies beside it"
     with torch.no_grad():
         assert torch.equal(packed(ids).logits, view_of(load_base(tmp_path, dtype=torch.float32))(ids).logits)
 
@@ -149,23 +157,33 @@ def test_rows_of_embeddings_are_those_of_the_file(tmp_path):
         assert ours.weight.shape == theirs.weight.shape and ours.weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize("bits, in_twelve", [(16, False), (12.2, True)])
-def test_a_start_that_must_fail_for_memory_says_what_would_fit(bits, in_twelve, tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels, "_twelve_bits", in_twelve)
+def sizes_of(directory):
+    source = find_base(directory)
+    model = empty_model(source.config)
+    return HeldSizes.of(model, StoredWeights.of(source, model), is_beside=False)
+
+
+def test_a_start_that_must_fail_for_memory_says_what_would_fit(tmp_path, monkeypatch):
     directory = saved(tiny_model("llama"), tmp_path)
-    sizes = FileSizes.of(find_base(directory))
-    assert (sizes.num_bytes, sizes.dtype) == (2 * sizes.num_weights, torch.bfloat16)
-    enough = int(sizes.num_weights * bits / 8)
-    monkeypatch.setattr(loading, "SPARE_BYTES", 0)
-    monkeypatch.setattr(loading, "available_memory", lambda: enough)
+    enough = sizes_of(directory).bytes_for("packed")
+    monkeypatch.setattr(held_sizes, "SPARE_BYTES", 0)
+    monkeypatch.setattr(held_sizes, "available_memory", lambda: enough)
     load_for_engine(directory, "packed")
-    monkeypatch.setattr(loading, "available_memory", lambda: enough - 1)
+    monkeypatch.setattr(held_sizes, "available_memory", lambda: enough - 1)
     monkeypatch.setattr(loading, "load_base", lambda *given, **named: pytest.fail("it was loaded"))
     with pytest.raises(MemoryError, match=r"takes 0\.\d GB with engine='packed'.* fits is engine='int8'"):
         load_for_engine(directory, "auto")
-    monkeypatch.setattr(loading, "available_memory", lambda: 1)
+    monkeypatch.setattr(held_sizes, "available_memory", lambda: 1)
     with pytest.raises(MemoryError, match=r"engine='eager', and .* no engine holds it"):
         load_for_engine(directory, "eager")
+
+
+@pytest.mark.parametrize("engine", ["packed", "int8"])
+@pytest.mark.parametrize("in_twelve", [False, True], ids=["sixteen", "twelve"])
+def test_large_matrices_take_the_memory_that_is_named(large, engine, in_twelve, monkeypatch):
+    monkeypatch.setattr(kernels, "_twelve_bits", in_twelve)
+    named = sizes_of(large[0]).bytes_for(engine)
+    assert named / 1.1 < bytes_held(load_for_engine(large[0], engine)) < 1.1 * named
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])

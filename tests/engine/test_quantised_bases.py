@@ -200,7 +200,7 @@ def test_factors_of_rotary_frequencies_in_the_file_are_used(tmp_path, files):
 
 
 def test_too_little_memory_is_said_before_anything_is_read(files, monkeypatch):
-    monkeypatch.setattr("medusa.engine.quantised_loading.available_memory", lambda: 2**20)
+    monkeypatch.setattr("medusa.engine.held_sizes.available_memory", lambda: 2**20)
     with pytest.raises(
         MemoryError, match=r"takes 0\.\d GB with engine='auto', and 0.0 GB of memory are free"
     ):

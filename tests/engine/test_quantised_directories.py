@@ -256,7 +256,7 @@ def stored(path):
 
 
 def test_too_little_memory_is_said_before_anything_is_read(directories, monkeypatch):
-    monkeypatch.setattr("medusa.engine.quantised_loading.available_memory", lambda: 2**20)
+    monkeypatch.setattr("medusa.engine.held_sizes.available_memory", lambda: 2**20)
     for engine in ("auto", "eager"):
         with pytest.raises(MemoryError, match=rf"takes 0\.\d GB with engine='{engine}', and 0.0 GB"):
             load_for_engine(directories("gptq")[0], engine)

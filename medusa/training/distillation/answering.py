@@ -23,7 +23,14 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from medusa.base.causal_lm import common_context, end_ids
-from medusa.conversations import ANSWER_KEYS, Message, as_openai, check_keepable, read_messages
+from medusa.conversations import (
+    ANSWER_KEYS,
+    Message,
+    as_openai,
+    as_template,
+    check_keepable,
+    read_messages,
+)
 from medusa.decoding.batch import Batch, BatchLimits
 from medusa.decoding.state import DecodeRequest, Row
 from medusa.model import MedusaModel
@@ -456,7 +463,7 @@ def question_frame(tokenizer: Any) -> tuple[list[int], int]:
     marker = "MEDUSA-QUESTION"
     if tokenizer.chat_template is None:
         raise ValueError("prompt-free mode needs a chat model: this tokenizer has no chat template")
-    message = [{"role": "user", "content": marker}]
+    message = as_template([{"role": "user", "content": marker}], tokenizer)
     parts = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=False).split(marker)
     if len(parts) != 2 or not parts[1].strip():
         raise ValueError(

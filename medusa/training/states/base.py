@@ -12,7 +12,6 @@ import torch
 import transformers
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from medusa.base import loading
 from medusa.base.architecture_check import check_decodable
@@ -26,6 +25,7 @@ from medusa.base.causal_lm import (
 )
 from medusa.base.loading import BaseSource
 from medusa.base.recurrent import is_recurrent
+from medusa.base.text_part import auto_class, text_part
 from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_as
 from medusa.training.config import BaseOptions, DataOptions
@@ -179,7 +179,7 @@ def load_without_layers(options: BaseOptions, device: torch.device) -> CausalLM:
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # the layers that are left out are no surprise
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(config).from_pretrained(
             name,
             config=config,
             dtype=_dtype(options, device),
@@ -200,7 +200,7 @@ def load_without_layers(options: BaseOptions, device: torch.device) -> CausalLM:
             f"{options.base!r} without its layers lacks {sorted(info['missing_keys'])}; leave "
             "cache_hidden_states and base_placement out"
         )
-    return _with_settings(base, whole).to(device)
+    return _with_settings(text_part(base), whole).to(device)
 
 
 def _quantised_without_layers(found: BaseSource, options: BaseOptions, device: torch.device) -> CausalLM:

@@ -1,0 +1,141 @@
+"""The memory that the weights of a base will take, by engine, before one of them is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from medusa.base.causal_lm import CausalLM
+from medusa.base.stored_weights import StoredWeights
+from medusa.console import gigabytes
+from medusa.engine.file_weights import is_lookup
+from medusa.engine.kernels import (
+    TWELVE_BITS,
+    TWELVE_BITS_FROM,
+    kernels_unsupported_reason,
+    lanes,
+    uses_twelve_bits,
+)
+from medusa.engine.packed_experts import expert_matrices, is_experts
+from medusa.engine.views import joinable_linears
+from medusa.hardware import available_memory
+from medusa.options import Engine
+
+SPARE_BYTES = 400 * 2**20
+"""Memory that a start takes beside the weights: caches, the first pass, heads."""
+
+
+@dataclass(frozen=True)
+class HeldSizes:
+    """The weights of a base that is not quantised, as engines hold them."""
+
+    products: tuple[tuple[torch.dtype, int, int], ...]
+    """Matrices that are multiplied by the kernels: the type, outputs and inputs of each."""
+    num_bytes_of_rows: int
+    """Of embeddings, which stay in the type of their file."""
+    num_others: int
+    """Numbers that are float32 in every engine: norms, biases, buffers."""
+    num_weights: int
+    is_beside: bool
+    """Whether packed weights are held beside those of the model, which is loaded in float32."""
+
+    @classmethod
+    def of(cls, model: CausalLM, stored: StoredWeights | None, is_beside: bool) -> HeldSizes:
+        """Those of ``model``, which has no memory; ``stored`` are the types in its files, bfloat16 where they
+        are not known."""
+        dtypes: Mapping[int, torch.dtype] = {}
+        default = torch.bfloat16
+        if stored is not None:
+            named = model.named_parameters(remove_duplicate=False)
+            dtypes = {id(each): stored.dtypes[name] for name, each in named if name in stored.dtypes}
+            default = stored.dtype
+        matrices = list(_matrices(model, lambda weight: dtypes.get(id(weight), default)))
+        packed = {id(linear.weight) for linears, _ in matrices for linear in linears}
+        products = [(dtype, sum(map(_outputs, linears)), _inputs(linears[0])) for linears, dtype in matrices]
+        for experts in filter(is_experts, model.modules()):
+            for weight in (experts._parameters[name] for name in expert_matrices(experts)):
+                packed.add(id(weight))
+                shape = weight.shape[:0:-1] if experts.is_transposed else weight.shape[1:]
+                products += [(dtypes.get(id(weight), default), *shape)] * len(weight)
+        rows = {id(each.weight): each.weight for each in model.modules() if is_lookup(each)}
+        parameters = {id(each): each for each in model.parameters()}
+        return cls(
+            tuple(products),
+            sum(each.numel() * dtypes.get(key, default).itemsize for key, each in rows.items()),
+            sum(each.numel() for key, each in parameters.items() if key not in packed and key not in rows)
+            + sum(each.numel() for each in model.buffers()),
+            sum(each.numel() for each in parameters.values()) + sum(each.numel() for each in model.buffers()),
+            is_beside,
+        )
+
+    def bytes_for(self, engine: Engine) -> int:
+        """Memory that the weights take as ``engine`` holds them, about."""
+        if engine == "eager" or kernels_unsupported_reason() is not None:
+            return 4 * self.num_weights
+        packed = sum(_product_bytes(*each, int8=engine == "int8") for each in self.products)
+        if self.is_beside:
+            return 4 * self.num_weights + packed
+        return packed + self.num_bytes_of_rows + 4 * self.num_others
+
+
+def _matrices(
+    model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]
+) -> Iterator[tuple[list[Any], torch.dtype]]:
+    """The linear layers of ``model`` that :func:`medusa.engine.views.pack_linears` makes one product of, and
+    the type that it holds them in."""
+    for parent in model.modules():
+        together: list[list[Any]] = [
+            linears
+            for linears in joinable_linears(parent)
+            if len({dtype_of(each.weight) for each in linears}) == 1
+        ]
+        joined = {linear for linears in together for linear in linears}
+        alone = [each for each in parent.children() if type(each) in (nn.Linear, Conv1D)]
+        for group in [*together, *([each] for each in alone if each not in joined)]:
+            yield group, dtype_of(group[0].weight)
+
+
+def _outputs(linear: Any) -> int:
+    return int(linear.weight.shape[1 if isinstance(linear, Conv1D) else 0])
+
+
+def _inputs(linear: Any) -> int:
+    return int(linear.weight.shape[0 if isinstance(linear, Conv1D) else 1])
+
+
+def _product_bytes(dtype: torch.dtype, num_outputs: int, num_inputs: int, int8: bool) -> int:
+    """Memory of a packed matrix (:func:`medusa.engine.kernels.pack`)."""
+    num_weights = -(-num_outputs // lanes()) * lanes() * num_inputs
+    if int8:
+        return num_weights + 4 * num_outputs
+    if dtype == torch.bfloat16 and num_outputs * num_inputs >= TWELVE_BITS_FROM and uses_twelve_bits():
+        return int(num_weights * TWELVE_BITS / 8)
+    return num_weights * dtype.itemsize
+
+
+def check_fits(
+    name: str,
+    engine: Engine,
+    bytes_for: Callable[[Engine], int],
+    others: tuple[Engine, ...] = ("packed", "int8"),
+) -> None:
+    """Raise MemoryError where the base called ``name`` finds no place beside what runs here.
+
+    Args:
+        bytes_for: the memory that its weights take, by engine. others: engines that may hold it in less.
+    """
+    free, needed = available_memory(), bytes_for(engine) + SPARE_BYTES
+    if free is None or needed <= free:
+        return
+    fitting = [each for each in others if bytes_for(each) + SPARE_BYTES <= free]
+    fits = " or ".join(f"engine={each!r}, {gigabytes(bytes_for(each))}" for each in fitting)
+    advice = f"what fits is {fits}" if fits else "no engine holds it here; choose a smaller base"
+    raise MemoryError(
+        f"base {name!r} takes {gigabytes(needed)} with engine={engine!r}, and {gigabytes(free)} of memory "
+        f"are free; {advice}"
+    )
