@@ -64,12 +64,12 @@ def is_recurrent(base: Any) -> bool:
     """Whether layers of ``base`` keep more of a text than keys and values: a recurrent state, or the window
     of a convolution."""
     kinds = getattr(base.config.get_text_config(decoder=True), "layer_types", None) or ()
-    known = [DYNAMIC_LAYER_TYPE_MAPPING[kind] for kind in kinds if kind in DYNAMIC_LAYER_TYPE_MAPPING]
-    if any(issubclass(each, LinearAttentionCacheLayerMixin) for each in known):
+    classes = [DYNAMIC_LAYER_TYPE_MAPPING.get(kind) for kind in kinds]
+    if any(each is not None and issubclass(each, LinearAttentionCacheLayerMixin) for each in classes):
         return True
-    # of a class that may keep one, this model does not where all its layers are known as attention
-    says_all = bool(kinds) and len(known) == len(kinds)
-    return not says_all and bool(getattr(base, "_is_stateful", False))
+    # of a class that may keep one, a model whose layers all attend does not
+    all_attend = bool(kinds) and all(each in (*KEYS_AND_VALUES, *WITHOUT_MEMORY) for each in classes)
+    return not all_attend and bool(getattr(base, "_is_stateful", False))
 
 
 def check_states(base: Any) -> None:
