@@ -134,6 +134,18 @@ def base_named(name: str) -> str:
     return str(embedded_base()) if name == EMBEDDED_BASE else name
 
 
+def name_in_reports(base: str) -> str:
+    """``base`` as a report names it, which others read too: what `medusa fetch` brings by its name, and what
+    lies below the working directory from there."""
+    path = Path(base)
+    for name, each in FETCHABLE_FILES.items():
+        if path == each.home(name) / each.file:
+            return name
+    if path.is_absolute() and path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    return base
+
+
 def is_embedded_base(name: str) -> bool:
     """Whether ``name``, as a base model, is the embedded one: its name, or one of its directories."""
     homes = [home.resolve() for home in embedded_base_homes()]

@@ -42,7 +42,7 @@ from medusa.heads.checkpoint import (
 from medusa.hub import HUB_ARGUMENTS
 from medusa.options import DrafterSettings, Engine, StepKind, check_read_by
 from medusa.trees.candidate_tree import CandidateTree
-from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for
+from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for, for_runtime
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class MedusaModel:
         tokenizer: Any = None,
         engine: Engine = "eager",
         tuned: Sequence[TunedTree] = (),
-        step: StepKind = "general",
+        step: StepKind = "auto",
     ):
         check_base(base)
         self.base = base
@@ -84,7 +84,7 @@ class MedusaModel:
         """How decode steps are run, unless a call says otherwise."""
         self.heads = heads
         self.tuned = tuple(tuned)
-        """The tuned trees for this runtime (device, dtype and engine), smallest batch size first."""
+        """The tuned trees that this runtime takes (see :func:`medusa.trees.tuned_trees.for_runtime`)."""
         self.refresh()
         self._tokenizer = tokenizer
         self._tokenizer_source: str | BaseSource = base.name_or_path
@@ -107,8 +107,7 @@ class MedusaModel:
         self._engine_state = state
         self._steps, self._drafters = Steps(state.runner, state.optimized_heads), DrafterFactory(self)
         self._costs = DraftCosts()
-        for_this_runtime = (tuned for tuned in self.tuned if tuned.runtime == self.runtime)
-        self.tuned = tuple(sorted(for_this_runtime, key=lambda tuned: tuned.batch_size))
+        self.tuned = for_runtime(self.tuned, self.runtime)
         release_threads()
 
     @property
@@ -150,7 +149,7 @@ class MedusaModel:
         tree: CandidateTree | None = None,
         tokenizer: Any = None,
         engine: Engine = "auto",
-        step: StepKind = "general",
+        step: StepKind = "auto",
         **base_kwargs: Any,
     ) -> MedusaModel:
         """Load a base model and its heads, and the adapter that the heads were trained with, if any.
@@ -246,13 +245,21 @@ class MedusaModel:
         """The candidate tree of a call with one row; see :meth:`tree_for`."""
         return self.tree_for(1)
 
+    def step_for(self, step: StepKind | None = None) -> StepKind:
+        """How the steps of a call run that asks for ``step``, or for nothing.
+
+        "auto" is "captured" on one CUDA device and "general" elsewhere. A call whose drafter or whose
+        processors and criteria need the host at every step runs general steps there too."""
+        step = step or self.step
+        return self._steps.fastest if step == "auto" else step
+
     def tree_for(self, batch_size: int, step: StepKind | None = None) -> CandidateTree:
         """The candidate tree of a call that names none, with ``batch_size`` rows and steps of kind ``step``.
 
         It is the tree that was tuned for this runtime, as :func:`chosen_for` chooses; the default tree where
         none was tuned. The tokens do not depend on it.
         """
-        tuned = chosen_for(self.tuned, batch_size, step or self.step)
+        tuned = chosen_for(self.tuned, batch_size, self.step_for(step))
         return self._default_tree if tuned is None else tuned
 
     def drafter_for(self, batch_size: int) -> Drafter:
@@ -428,7 +435,8 @@ class MedusaModel:
         if not self._engine_state.is_current():
             self.refresh()
         runner = self._steps.runner_of_many(self.step, () if heads is None else heads.aux_layers)
-        factory, step = self._drafters, self.step
+        factory = self._drafters
+        step: StepKind = "general" if self.step == "auto" else self.step
         in_float32 = multiplies_in_float32(self.base.dtype, self.device)
 
         def make_drafter(num_rows: int, has_references: bool) -> tuple[Drafter, AdaptiveDrafting | None]:
@@ -550,9 +558,13 @@ class MedusaModel:
         if not self._engine_state.is_current():
             self.refresh()
         staleness_check = self._engine_state.staleness_check()
-        drafter = self._drafter(options, request)
-        adaptive = self._adaptive(options, request, drafter)
-        plan = self._steps.plan(options.step or self.step, drafter, request)
+        step = self.step_for(options.step)
+        drafter = self._drafter(options, request, step)
+        if (options.step or self.step) == "auto" and not self._steps.takes(step, drafter, request):
+            step = "general"
+            drafter = self._drafter(options, request, step)
+        adaptive = self._adaptive(options, request, step, drafter)
+        plan = self._steps.plan(step, drafter, request)
         statistics = DecodingStatistics() if statistics is None else statistics
         statistics.setup_seconds += plan.setup_seconds
         batch = Batch(
@@ -589,11 +601,10 @@ class MedusaModel:
             return sequences
         return MedusaOutput(sequences=cast(torch.LongTensor, sequences), statistics=statistics)
 
-    def _drafter(self, options: _Options, request: DecodeRequest) -> Drafter:
+    def _drafter(self, options: _Options, request: DecodeRequest, step: StepKind) -> Drafter:
         """The drafter of this call: the one that it names, else the fastest where the rule is exact, else the
         heads in a tree or chain that the rule takes, else none."""
-        tree, drafter, step = options.tree, options.drafter, options.step or self.step
-        num_rows = len(request.tokens)
+        tree, drafter, num_rows = options.tree, options.drafter, len(request.tokens)
         self._check_shape(tree)
         if drafter is not None and not isinstance(drafter, str):
             if tree is None:
@@ -614,15 +625,14 @@ class MedusaModel:
         return self._drafters.make(drafter, tree, num_rows=num_rows, step=step, only_chain=only_chain)
 
     def _adaptive(
-        self, options: _Options, request: DecodeRequest, drafter: Drafter
+        self, options: _Options, request: DecodeRequest, step: StepKind, drafter: Drafter
     ) -> AdaptiveDrafting | None:
         """The adaptive policy of this call; None if the caller named a tree or a drafter, or if the text
         depends on the drafts."""
         if options.tree is not None or options.drafter is not None or not request.is_exact:
             return None
-        step, num_rows = options.step or self.step, len(request.tokens)
         in_float32 = multiplies_in_float32(self.base.dtype, self.device)
-        return self._costs.adaptive(drafter, in_float32, step, num_rows)
+        return self._costs.adaptive(drafter, in_float32, step, len(request.tokens))
 
     def _checked_tree(self, tree: CandidateTree | None) -> CandidateTree:
         """``tree``, which the heads must be able to fill; by default a chain over all heads."""

@@ -12,7 +12,7 @@ versions    what runs, and which attention torch likes best
 noise       whether the noise that chooses tokens is that of the CPU, bit for bit
 exact       whether every kind of step and drafter gives the text of plain decoding, in float32
 same        how much of it they give in bfloat16, where a pass over several nodes rounds otherwise
-steps       of a model of 8B shape: milliseconds of a step by kind of step and nodes, and its memory
+steps       of models of 8B and 0.5B shape: milliseconds of a step by kind of step and nodes, and memory
 kernels     where the time of a captured step goes
 attention   the first call at a new length and those that follow, by backend, nodes and length
 theirs      milliseconds a token of transformers, as it is and compiled over its static cache
@@ -48,8 +48,13 @@ Answer = Any
 Question = tuple[str, Callable[[], Answer]]
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 TINY = dict(zip(SIZES, (64, 128, 2, 4), strict=True)) | {"num_key_value_heads": 2, "vocab_size": 300}
-SHAPE_8B = dict(zip(SIZES, (4096, 14336, 32, 32), strict=True))
-SHAPE_8B |= {"num_key_value_heads": 8, "vocab_size": 128256}
+SHAPES: dict[str, dict[str, Any]] = {
+    "8B": dict(zip(SIZES, (4096, 14336, 32, 32), strict=True))
+    | {"num_key_value_heads": 8, "vocab_size": 128256},
+    "0.5B": dict(zip(SIZES, (896, 4864, 24, 14), strict=True))
+    | {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+}
+"""Of Llama 3.1 8B and of Qwen2.5 0.5B."""
 RULES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 20, "seed": 3},
@@ -64,23 +69,22 @@ class Card:
         self.device, self.is_tiny = torch.device(device), is_tiny
         is_card = self.device.type == "cuda"
         self.steps = ("general", "static", "captured") if is_card else ("general", "static")
-        self._large: Any = None
+        self._large: dict[str, Any] = {}
         self.last: Any = None
         """The model whose steps were timed last."""
 
-    def base(self, dtype: torch.dtype, sizes: dict[str, int]) -> Any:
+    def base(self, dtype: torch.dtype, sizes: dict[str, Any]) -> Any:
         """A random base."""
         torch.manual_seed(0)
         config = LlamaConfig(**sizes, max_position_embeddings=8192, eos_token_id=None, pad_token_id=0)
         with torch.device(self.device):
             return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
 
-    @property
-    def large(self) -> Any:
-        """The base of 8B shape in bfloat16, made once."""
-        if self._large is None:
-            self._large = self.base(torch.bfloat16, TINY if self.is_tiny else SHAPE_8B)
-        return self._large
+    def large(self, shape: str = "8B") -> Any:
+        """The base of that shape in bfloat16, made once."""
+        if shape not in self._large:
+            self._large[shape] = self.base(torch.bfloat16, TINY if self.is_tiny else SHAPES[shape])
+        return self._large[shape]
 
     def prompt(self, num_rows: int, length: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)
@@ -115,14 +119,14 @@ def questions(card: Card) -> Iterator[Question]:
         yield f"exact: {step}, {drafter}, {rule}", lambda *given: agreement(card, torch.float32, *given)
     for step, drafter in product(card.steps, DRAFTERS):
         yield f"same: {step}, {drafter}, greedy", lambda *given: agreement(card, torch.bfloat16, *given)
-    for nodes, step in product((1, 64, 8), reversed(card.steps)):
-        yield f"steps: {step}, {nodes} nodes", lambda *given: seconds_of_steps(card, *given)
-    yield (
-        f"steps: {card.steps[-1]}, 64 nodes, dynamic-heads+suffix",
-        lambda *given: seconds_of_steps(card, *given),
-    )
-    if card.steps[-1] == "captured":
-        yield "kernels", lambda: kernels(card)
+    fast = card.steps[-1]
+    for shape in SHAPES:
+        for nodes, step in product((1, 64, 8), reversed(card.steps)):
+            yield f"steps: {shape}, {step}, {nodes} nodes", lambda *given: seconds_of_steps(card, *given)
+            if step == "captured" and nodes != 8:
+                yield f"kernels: {shape}, {nodes} nodes", lambda *_: kernels(card)
+        name = f"steps: {shape}, {fast}, 64 nodes, dynamic-heads+suffix"
+        yield name, lambda *given: seconds_of_steps(card, *given)
     for is_cudnn, nodes, length in product((True, False), (1, 8, 64), (513, 514, 4096)):
         name = f"attention: {'with' if is_cudnn else 'without'} cuDNN, {nodes} nodes, {length} keys"
         yield name, lambda *given: attention(card, *given)
@@ -159,8 +163,8 @@ def agreement(card: Card, dtype: torch.dtype, step: str, drafter: str, rule: str
     return {"same": [float((each == plain)[:, 40:].float().mean()) for each in found]}
 
 
-def seconds_of_steps(card: Card, step: str, nodes: str, drafter: str = "heads") -> Answer:
-    model, num_nodes, heads = card.large, int(nodes.split()[0]), None
+def seconds_of_steps(card: Card, shape: str, step: str, nodes: str, drafter: str = "heads") -> Answer:
+    model, num_nodes, heads = card.large(shape), int(nodes.split()[0]), None
     config = model.config
     if num_nodes > 1:
         heads = MedusaHeads(HeadsConfig(config.hidden_size, config.vocab_size, 4))
@@ -181,20 +185,27 @@ def seconds_of_steps(card: Card, step: str, nodes: str, drafter: str = "heads") 
 
 
 def kernels(card: Card) -> Answer:
-    """Times of one replay: in total, of all its kernels together, and of the longest."""
+    """Times of one replay of the steps that were timed last: in total, of all its kernels together, and of
+    the longest, each with its number."""
     from torch.profiler import ProfilerActivity, profile
 
     runner = next(reversed(card.last._steps.captured.values()))
     graph = next(iter(runner._graphs.values()))
-    replay = card.milliseconds(graph.replay, runs=5)["median"]
+
+    def step() -> None:
+        runner.state.num_unread.zero_()  # there is room for the results of a few steps until they are read
+        graph.replay()
+
+    replay = card.milliseconds(step, runs=5)["median"]
     if card.is_tiny:
         return {"replay ms": replay}
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        graph.replay()
+        step()
         wait_for(card.device)
     found = [(each.device_time_total / 1e3, each.count, each.key[:60]) for each in profiled.key_averages()]
     longest = sorted(found, reverse=True)[:12]
-    return {"replay ms": replay, "kernels ms": sum(each[0] for each in found), "longest": longest}
+    totals = {"kernels ms": sum(each[0] for each in found), "kernels": sum(each[1] for each in found)}
+    return {"replay ms": replay, **totals, "longest": longest}
 
 
 def attention(card: Card, backend: str, nodes: str, keys: str) -> Answer:
@@ -222,7 +233,7 @@ def attention(card: Card, backend: str, nodes: str, keys: str) -> Answer:
 
 @torch.no_grad()
 def theirs(card: Card) -> Answer:
-    base, ids = card.large, card.prompt(1, 16 if card.is_tiny else 400)
+    base, ids = card.large(), card.prompt(1, 16 if card.is_tiny else 400)
     cache = DynamicCache(config=base.config)
     kept = {cache_argument(base): cache, "use_cache": True}
     base(input_ids=ids, **kept)
@@ -234,7 +245,7 @@ def theirs_compiled(card: Card) -> Answer:
     ids, taken = card.prompt(1, 400), []
     for num_tokens in (2, 65):
         began = time.perf_counter()
-        card.large.generate(ids, max_new_tokens=num_tokens, do_sample=False, cache_implementation="static")
+        card.large().generate(ids, max_new_tokens=num_tokens, do_sample=False, cache_implementation="static")
         wait_for(card.device)
         taken.append(time.perf_counter() - began)
     return {"setup s": taken[0], "ms": 1e3 * taken[1] / 64}
@@ -242,7 +253,7 @@ def theirs_compiled(card: Card) -> Answer:
 
 def training(card: Card) -> Answer:
     """In bfloat16 under a frozen base, 2,048 tokens a row: only states, then four heads on them."""
-    base, ids = card.large, card.prompt(1 if card.is_tiny else 4, 32 if card.is_tiny else 2048)
+    base, ids = card.large(), card.prompt(1 if card.is_tiny else 4, 32 if card.is_tiny else 2048)
     base.requires_grad_(False)
     embedding = base.get_output_embeddings()
     config = HeadsConfig(base.config.hidden_size, base.config.vocab_size, 4)
@@ -310,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def takes_words(name: str) -> bool:
     """Whether what is asked is said behind the colon of a question."""
-    return name.partition(": ")[0] in ("exact", "same", "steps", "attention")
+    return name.partition(": ")[0] in ("exact", "same", "steps", "kernels", "attention")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from medusa.assets import (
     embedded_base,
     is_embedded_base,
     known_heads,
+    name_in_reports,
     named_file,
     shipped_files,
 )
@@ -73,3 +74,14 @@ def test_heads_that_ship_are_known_by_the_names_that_a_base_has(tmp_path, monkey
     (tmp_path / "other.gguf").write_bytes(b"12345")
     for base in ("another/Tiny", "someone/Tiny2", str(tmp_path / "Tiny.GGUF"), str(tmp_path / "other.gguf")):
         assert known_heads(base) is None
+
+
+def test_a_report_names_no_directory_of_the_machine_that_others_lack(tmp_path, monkeypatch):
+    fetched = FetchableFile("Tiny", "tiny.gguf", "MIT", "", (), 5, "0" * 64)
+    monkeypatch.setitem(FETCHABLE_FILES, "tiny", fetched)
+    monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert name_in_reports(str(fetched.home("tiny") / "tiny.gguf")) == "tiny"
+    assert name_in_reports(str(tmp_path / "models" / "mine")) == "models/mine"
+    for name in ("owner/name", "owner/name:Q4_K_M", "/elsewhere/mine"):
+        assert name_in_reports(name) == name

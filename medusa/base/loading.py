@@ -126,7 +126,8 @@ def load_base(source: str | Path | BaseSource, **kwargs: Any) -> CausalLM:
     """
     source = find_base(source, **kwargs)
     if source.gguf is not None or (is_held_quantised(source) and not _finds_a_device(source)):
-        return load_widened(source, _widened_dtype(source))
+        device = _one_device(source)
+        return load_widened(source, _widened_dtype(source)).to(device)
     arguments = {**source.arguments, "output_loading_info": True}
     with explained_damage(source.name):
         loaded: Any = auto_class(source.config).from_pretrained(source.name, **arguments)
@@ -162,13 +163,27 @@ def _finds_a_device(source: BaseSource) -> bool:
     return torch.cuda.is_available() or not source.arguments.keys().isdisjoint(("device_map", "tp_plan"))
 
 
-def _widened_dtype(source: BaseSource) -> torch.dtype:
-    """The type to widen quantised weights to; ValueError for arguments that place them elsewhere."""
-    if placing := source.arguments.keys() & {"device_map", "quantization_config", "tp_plan"}:
+def _one_device(source: BaseSource) -> torch.device:
+    """Where a base that is widened goes; ValueError for arguments that put it in several places."""
+    places = source.arguments.get("device_map")
+    if isinstance(places, Mapping) and list(places) == [""]:
+        places = places[""]
+    if isinstance(places, int):
+        places = f"cuda:{places}"
+    is_device = places is None or isinstance(places, str | torch.device)
+    placing = sorted(source.arguments.keys() & {"quantization_config", "tp_plan"})
+    if not is_device or places in ("auto", "balanced", "balanced_low_0", "sequential"):
+        placing = ["device_map", *placing]
+    if placing:
         raise ValueError(
-            f"a GGUF file is loaded whole, on one device, got {sorted(placing)[0]}; "
-            "give the model's own repository"
+            f"a GGUF file is loaded whole, on one device, got {placing[0]}; give device_map a device, as "
+            "'cuda:0', or give the model's own repository"
         )
+    return torch.device(places or "cpu")
+
+
+def _widened_dtype(source: BaseSource) -> torch.dtype:
+    """The type to widen quantised weights to."""
     dtype = source.arguments.get("dtype") or torch.float32
     if dtype == "auto":
         return torch.bfloat16

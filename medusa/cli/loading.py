@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 import medusa
-from medusa.assets import DEFAULT_HEADS, EMBEDDED_BASE
+from medusa.assets import DEFAULT_HEADS, EMBEDDED_BASE, name_in_reports
 from medusa.base.causal_lm import CausalLM, context_length, end_ids
 from medusa.base.loading import BaseSource, find_base, is_held_quantised, load_base, load_tokenizer
 from medusa.cli.option_types import AnsweringOptions, CompileOptions
@@ -169,9 +169,9 @@ def set_step(model: MedusaModel, asked: StepKind | None) -> None:
 
 
 def default_step(model: MedusaModel) -> StepKind:
-    """How steps run where nobody says: compiled, now if it must be, where that can be done."""
+    """How steps run where nobody says: compiled, now if it must be, where that can be done; else "auto"."""
     if not model.can_compile:
-        return "general"
+        return "auto"
     try:
         model.compile()
     except ValueError as error:
@@ -240,7 +240,7 @@ def measured_on(model: MedusaModel) -> dict[str, Any]:
     return {
         **asdict(model.runtime),
         "num_threads": torch.get_num_threads(),
-        "base": model.base.name_or_path,
+        "base": name_in_reports(model.base.name_or_path),
         "medusa": medusa.__version__,
     }
 

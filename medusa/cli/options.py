@@ -391,7 +391,8 @@ class ModelOptions:
     step: StepKind | None = None
     """How steps run. compiled: layers and drafts compiled for this machine, a minute once, then the fastest
     on a CPU. general: nothing is compiled. static: fixed shapes that never wait for the host. captured: those
-    as CUDA graphs. None is compiled with engine packed or int8, general elsewhere."""
+    as CUDA graphs. auto: captured on a card where the drafter and the call allow it, else general. None is
+    compiled with engine packed or int8, auto elsewhere."""
     threads: int | None = None
     """Threads that compute on a CPU. None is OMP_NUM_THREADS, or the cores that this process may use, the
     limits of its container included."""

@@ -102,7 +102,7 @@ def tune(options: TuneOptions) -> list[str]:
     values = _tuning_values(model, counts, tree, tables, options)
     report = Report(values)
     runtime = ", ".join(values[key] for key in ("device", "dtype", "engine"))
-    where = f"{runtime}, {model.step} steps, {values['num_threads']} threads"
+    where = f"{runtime}, {model.step_for()} steps, {values['num_threads']} threads"
     for batch_size, entry in values["by_batch_size"].items():
         _add_sizes(report, entry, f"batch size {batch_size}, {where}")
     if tables:
@@ -135,7 +135,7 @@ def save(
         measured = {"num_nodes": best.num_nodes, **values["by_batch_size"][str(batch_size)]}
         measured |= {key: values[key] for key in ("num_threads", "medusa", "made")}
         fitting = counts.best_tree(best.num_nodes, options.max_depth)
-        tuned.append(TunedTree(model.runtime, batch_size, fitting, measured, model.step))
+        tuned.append(TunedTree(model.runtime, batch_size, fitting, measured, model.step_for()))
     if tuned:
         sentences = file_tuned(options.model.required_heads, tuned, origin)
     else:
@@ -194,7 +194,7 @@ def _tuning_values(
         "num_prompts": len(counts.ranks),
         "num_positions": counts.num_positions,
         **measured_on(model),
-        "step": model.step,
+        "step": model.step_for(),
         "batch_size": options.batch_sizes[0],
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -486,6 +487,14 @@ def static_drafter(step: str, drafter: Drafter, request: DecodeRequest) -> Stati
     Raises:
         ValueError: they cannot; the message names ``step``, the obstacle, and the alternative.
     """
+    if (obstacle := static_obstacle(drafter, request)) is not None:
+        raise ValueError(f"step={step!r} cannot work with {obstacle}step='general'")
+    return cast(StaticDrafter, drafter)
+
+
+def static_obstacle(drafter: Drafter, request: DecodeRequest) -> str | None:
+    """The reason why steps of fixed shape cannot decode ``request`` with ``drafter``, and what to use, up to
+    a step; None if they can."""
     problem, instead = "", ""
     reading = [type(each).__name__ for each in request.processors if type(each) not in PATH_FREE_PROCESSORS]
     if host_bound := not_capturable(drafter):
@@ -499,6 +508,4 @@ def static_drafter(step: str, drafter: Drafter, request: DecodeRequest) -> Stati
         problem = "prediction or corpus, which are read on the host"
     elif request.criteria:
         problem = "stopping criteria (stop_strings are one), which are asked on the host after every token"
-    if problem or not isinstance(drafter, StaticDrafter):
-        raise ValueError(f"step={step!r} cannot work with {problem}; use {instead}step='general'")
-    return drafter
+    return f"{problem}; use {instead}" if problem or not isinstance(drafter, StaticDrafter) else None

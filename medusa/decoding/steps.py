@@ -11,6 +11,8 @@
               and heads (``engine/optimized_heads.py``) compiled
               ahead and kept on disk
     captured  static, replayed as a CUDA graph                     as static, on one CUDA device
+    auto      captured where a call and its drafter can be, else   nothing
+              general
 
 The tokens are the same. Models sharded over devices (``device_map``) run ``general`` and ``static``.
 
@@ -27,13 +29,20 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import get_args
 
 from medusa.base.causal_lm import CausalLM, lm_head
 from medusa.base.recurrent import is_recurrent
 from medusa.decoding.state import DecodeRequest
-from medusa.decoding.static import StaticRows, StepRunner, static_drafter, warn_of_static_steps
+from medusa.decoding.static import (
+    StaticRows,
+    StepRunner,
+    static_drafter,
+    static_obstacle,
+    warn_of_static_steps,
+)
 from medusa.decoding.step import ModelRunner
 from medusa.drafters.protocol import Drafter
 from medusa.engine.compiled import CompiledPass, layers_unsupported_reason, library_paths
@@ -84,8 +93,19 @@ class Steps:
         heads = parts_of_heads(self.heads, lm_head(self.base))
         return [*library_paths(self.base), *(part.path for part in heads)]
 
+    @cached_property
+    def fastest(self) -> StepKind:
+        """The kind that "auto" stands for: captured on one CUDA device, else general."""
+        return "captured" if captured_unsupported_reason(self.base) is None else "general"
+
+    def takes(self, step: StepKind, drafter: Drafter, request: DecodeRequest) -> bool:
+        """Whether steps of a kind that "auto" may stand for can decode ``request`` with ``drafter``."""
+        if step == "general":
+            return True
+        return static_obstacle(drafter, request) is None and alteration_of(self.base) is None
+
     def plan(self, step: StepKind, drafter: Drafter, request: DecodeRequest) -> StepPlan:
-        """How to decode ``request`` with ``drafter``.
+        """How to decode ``request`` with ``drafter``; ``step`` is not "auto".
 
         Raises:
             ValueError: such steps do not run on this base, or cannot decode this request.
@@ -108,12 +128,12 @@ class Steps:
         return StepPlan(ModelRunner(self.base, drafter.aux_layers), rows)
 
     def runner_of_many(self, step: StepKind, layers: tuple[int, ...]) -> ModelRunner:
-        """The passes of a batch that requests join, with the states of ``layers``.
+        """The passes of a batch that requests join, with the states of ``layers``; "auto" is general there.
 
         Raises:
             ValueError: steps of this kind have one shape for a whole answer.
         """
-        if step == "general":
+        if step in ("auto", "general"):
             return ModelRunner(self.base, layers)
         if step != "compiled":
             raise ValueError(
@@ -127,7 +147,7 @@ def check_step(step: str, base: CausalLM) -> None:
     """Raise ValueError, with the reason, unless steps of this kind run on ``base``."""
     if step not in get_args(StepKind):
         raise ValueError(f"step must be one of {get_args(StepKind)}, got {step!r}")
-    if step != "general" and is_recurrent(base):
+    if step not in ("auto", "general") and is_recurrent(base):
         raise ValueError(
             f"step={step!r} needs a base whose layers are all attention, and {type(base).__name__} keeps a "
             "state, whose passes have no fixed shape; use step='general'"
@@ -150,6 +170,8 @@ def compiled_unsupported_reason(base: CausalLM) -> str | None:
 
 def captured_unsupported_reason(base: CausalLM) -> str | None:
     """The requirement of a captured step that ``base`` does not meet; None without any."""
+    if is_recurrent(base):
+        return "a base whose layers are all attention, and this one keeps a state"
     devices = sorted({str(parameter.device) for parameter in base.parameters()})
     if _is_sharded(base) or len(devices) > 1:
         return f"a model on one CUDA device, and this one is sharded over {', '.join(devices)} (device_map)"

@@ -92,9 +92,8 @@ class DraftHost(Protocol):
     def tokenizer(self) -> Any:
         """The base's tokenizer; None where it has none."""
 
-    @property
-    def step(self) -> StepKind:
-        """How decode steps are run, unless a call says otherwise."""
+    def step_for(self, step: StepKind | None = None) -> StepKind:
+        """How the steps run of a call that asks for ``step``; the model's own kind for None."""
 
     def tree_for(self, batch_size: int, step: StepKind | None = None) -> CandidateTree:
         """The model's tree for ``num_rows`` rows, in steps of kind ``step`` or its own."""
@@ -348,7 +347,7 @@ class DrafterFactory:
         if not host.tree_for(num_rows, step).depth:
             return self.make("suffix") if has_references else PlainDrafter()
         fastest = self.make(DEFAULT_DRAFTER, num_rows=num_rows, step=step)
-        if (step or host.step) not in ANY_SHAPE_STEPS:
+        if host.step_for(step) not in ANY_SHAPE_STEPS:
             return self.make("heads", num_rows=num_rows, step=step) if not_capturable(fastest) else fastest
         if isinstance(fastest, DynamicDrafter):
             return fastest.with_suffix(fastest.suffix_length, MAX_OPTIONAL_NODES)

@@ -251,6 +251,11 @@ def _plot_splits(ax: Any, settings: Sequence[Mapping[str, Any]]) -> None:
         for name, split in setting["step_milliseconds"].items()
         if split["verify"] is not None
     ]
+    ax.set_title("Where a step's time goes")
+    if not bars:
+        ax.set_axis_off()
+        ax.text(0.5, 0.5, "These steps run as one, without phases.", transform=ax.transAxes, ha="center")
+        return
     starts = [0.0] * len(bars)
     for phase in PHASES:
         widths = [split[phase] for _, split in bars]
@@ -260,8 +265,7 @@ def _plot_splits(ax: Any, settings: Sequence[Mapping[str, Any]]) -> None:
         ax.annotate(f"{total:.1f} ms", (total, place), (4, 0), **beside(INK, ha="left", va="center"))
     ax.set_yticks(range(len(bars)), [name for name, _ in bars])
     ax.set_ylim(len(bars) + 0.2, -0.6)  # the last row is the legend's
-    ax.set_xlim(0, max(starts, default=1.0) * 1.2)
+    ax.set_xlim(0, max(starts) * 1.2)
     ax.grid(False)
     ax.set_xlabel("milliseconds of a decode step")
-    ax.set_title("Where a step's time goes")
     ax.legend(ncols=len(PHASES), loc="lower right", columnspacing=1.0, handlelength=1.0)

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import medusa
+from medusa.assets import name_in_reports
 from medusa.base.causal_lm import CausalLM, cache_argument
 from medusa.console import PERCENT, Column
 from medusa.decoding.statistics import DecodingStatistics
@@ -87,7 +88,7 @@ def made_by(model: MedusaModel, source: str, answers: Mapping[str, Any]) -> dict
         "medusa_version": medusa.__version__,
         "heads": source,
         "heads_sha256": None if source == OWN_HEADS else weights_digest(source),  # the base's own files
-        "base": model.base.name_or_path,
+        "base": name_in_reports(model.base.name_or_path),
         "device": runtime.device,
         "dtype": runtime.dtype,
         "engine": runtime.engine,

@@ -159,9 +159,12 @@ def step_seconds(answers: Iterable[Answer]) -> float | None:
 
 
 def step_split(answers: Sequence[Answer]) -> dict[str, float | None]:
-    """[phase] = milliseconds of a decode step that it takes, as the host sees it."""
+    """[phase] = milliseconds of a decode step that it takes, as the host sees it; None for steps of fixed
+    shape, which run as one."""
 
     def milliseconds(answer: Answer, phase: str) -> float | None:
+        if answer.statistics is not None and not any(answer.statistics.phase_seconds.values()):
+            return None
         return _per_pass(answer, lambda counted: 1000 * counted.phase_seconds[phase])
 
     return {

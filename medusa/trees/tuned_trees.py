@@ -2,15 +2,16 @@
 
 A tree that pays at batch size 1 can cost at batch size 16, and one that pays on a graphics card can cost on a
 processor. So a heads directory may hold entries beside its default tree. An entry counts only for the runtime
-on which it was timed: same device, precision and engine. Another kind of step takes other times too (a
-captured graph makes nodes nearly free), so an entry is for one kind of step.
+on which it was timed: same device, precision and engine; but a card that none was timed on takes those of
+another card. Another kind of step takes other times too (a captured graph makes nodes nearly free), so an
+entry is for one kind of step.
 """
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from medusa.trees.candidate_tree import CandidateTree
@@ -30,6 +31,11 @@ class Runtime:
     """Type of the base's weights, such as "float32"."""
     engine: str
     """How the base was executed; never "auto"."""
+
+    @property
+    def is_card(self) -> bool:
+        """Whether the device is a graphics card; other devices say their kind before their name."""
+        return ": " not in self.device
 
     def in_words(self) -> str:
         """The three, with commas."""
@@ -127,6 +133,20 @@ def tuned_from_json(entries: Any, origin: str) -> tuple[TunedTree, ...]:
             )
         seen.add(tuned.key)
     return trees
+
+
+def for_runtime(trees: Iterable[TunedTree], runtime: Runtime) -> tuple[TunedTree, ...]:
+    """The entries of one runtime, the smallest batch size first: those of ``runtime``, else, on a graphics
+    card, those of the first other card with the same precision and engine. None on anything else."""
+    by_runtime: dict[Runtime, list[TunedTree]] = {}
+    for tuned in trees:
+        by_runtime.setdefault(tuned.runtime, []).append(tuned)
+    if runtime not in by_runtime and runtime.is_card:
+        others = (
+            each for each in by_runtime if each.is_card and replace(each, device=runtime.device) == runtime
+        )
+        runtime = next(others, runtime)
+    return tuple(sorted(by_runtime.get(runtime, ()), key=lambda tuned: tuned.batch_size))
 
 
 def chosen_for(trees: Sequence[TunedTree], batch_size: int, step: str = DEFAULT_STEP) -> CandidateTree | None:

@@ -50,7 +50,7 @@ def test_commands_compile_where_they_can_unless_told_otherwise(
     for model, asked, step in (
         (packed, None, "compiled"),
         (packed, "general", "general"),
-        (eager, None, "general"),
+        (eager, None, "auto"),
     ):
         set_step(model, asked)
         assert model.step == step

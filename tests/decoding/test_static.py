@@ -297,7 +297,7 @@ STATIC = {
 STEPS = [
     ("captured", "eager", "step='captured' needs ... CUDA device, got one on cpu; use step='static'"),
     ("compiled", "eager", "step='compiled' needs engine='packed' or 'int8'"),
-    ("fast", "eager", "step must be one of ('general', ... 'captured'), got 'fast'"),
+    ("fast", "eager", "step must be one of ('auto', ... 'captured'), got 'fast'"),
 ]
 
 

@@ -36,7 +36,7 @@ def threads(count):
 
 @pytest.fixture(params=[False, True], ids=["of torch", "of our own"])
 def own_threads(request):
-    """Whose threads compute; else ours take over only in a compiled pass, when others were seen to compute."""
+    """Whose threads compute. Unasked, ours do only in a compiled pass, where others were seen to compute."""
     torch.ops.medusa.force_own_threads(request.param)
     yield request.param
     torch.ops.medusa.force_own_threads(False)

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from matplotlib import pyplot
 from rich.console import Console
 from tiny_chat import chat_model
 
 from medusa import DecodingStatistics
+from medusa.decoding.statistics import PHASES
 from medusa.measurement.benchmark import (
     Request,
     Setting,
@@ -21,7 +23,7 @@ from medusa.measurement.benchmark import (
     runnable,
     setting_report,
 )
-from medusa.measurement.benchmark_report import add_tables
+from medusa.measurement.benchmark_report import _plot_splits, add_tables
 from medusa.measurement.report import Report
 from medusa.measurement.systems import System
 from medusa.measurement.timing import Answer, new_tokens
@@ -179,6 +181,19 @@ def test_an_answer_that_ended_with_the_prefill_has_no_step():
     report = setting_report([short], is_greedy=True)
     assert report["milliseconds_per_step"] == {"plain": None}
     assert report["step_milliseconds"]["plain"]["verify"] is None
+
+
+def test_steps_that_run_as_one_have_no_phases_and_the_picture_says_so():
+    timings = three_batches()
+    for each in timings:
+        if each.statistics is not None:
+            each.statistics.phase_seconds = dict.fromkeys(PHASES, 0.0)
+    setting = setting_report(timings, is_greedy=True)
+    assert set(setting["step_milliseconds"]["heads"].values()) == {None}
+    assert setting["milliseconds_per_step"]["heads"] > 0
+    _, ax = pyplot.subplots()
+    _plot_splits(ax, [{**setting, "label": "1 row"}])
+    assert [each.get_text() for each in ax.texts] == ["These steps run as one, without phases."]
 
 
 def test_new_tokens_end_with_the_first_that_ends_an_answer():

@@ -7,6 +7,7 @@ import copy
 import functools
 import json
 import warnings
+from contextlib import contextmanager
 from itertools import product
 
 import pytest
@@ -25,6 +26,8 @@ from conftest import (
     random_prompts,
     tiny_model,
 )
+from gguf import GGMLQuantizationType
+from quantised_files import write_model
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -33,6 +36,7 @@ import medusa.decoding.static
 import pretended_card
 from medusa import CandidateTree, MedusaModel
 from medusa.base.causal_lm import lm_head_device
+from medusa.base.loading import load_base
 from medusa.decoding.batch import BatchLimits, Row
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.steps import Steps
@@ -42,7 +46,9 @@ from medusa.drafters.registry import DrafterFactory, DrafterSettings
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.heads.checkpoint import HeadsCheckpoint
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
-from medusa.training.states.base import end_on
+from medusa.training.config import BaseOptions
+from medusa.training.data.batching import PaddedBatch
+from medusa.training.states.base import OnlineHiddenStates, end_on, load_live
 from pretended_card import PretendedGraph, counts
 
 TREE = CandidateTree.from_paths([(), (0,), (1,), (0, 0), (1, 2), (1, 2, 0)])
@@ -326,6 +332,44 @@ def test_captured_steps_that_do_not_draft_have_a_graph_of_their_own(models):
         assert len(graphs) == num_steps
 
 
+@pytest.mark.parametrize(
+    ("drafter", "options", "is_captured"),
+    [
+        ("heads", {}, True),
+        ("dynamic-heads+suffix", SAMPLED, True),
+        ("draft-model", {}, False),
+        ("heads", {"no_repeat_ngram_size": 3}, False),
+        ("heads", {"max_time": 60.0}, False),
+    ],
+)
+def test_steps_are_captured_where_nobody_says_how_they_run_and_general_where_they_cannot_be(
+    models, drafter, options, is_captured
+):
+    on_cpu, card = models[0], MedusaModel(models[1].base, random_heads(), TREE)
+    assert (on_cpu.step_for(), card.step_for()) == ("general", "captured")
+    PretendedGraph.made.clear()
+    same_as_cpu(on_cpu, card, drafter, None, 1, **GREEDY | options)
+    assert bool(PretendedGraph.made) == is_captured
+
+
+@contextmanager
+def hung_on(base: LlamaForCausalLM):
+    """Within, a hook hangs on ``base``."""
+    hook = base.model.layers[0].register_forward_hook(lambda *_: None)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def test_a_hook_on_the_base_has_steps_run_general_where_nobody_says_how(models):
+    PretendedGraph.made.clear()
+    with hung_on(models[1].base), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        same_as_cpu(models[0], MedusaModel(models[1].base, random_heads(), TREE), "heads", None, 1, **GREEDY)
+    assert not PretendedGraph.made
+
+
 def test_fewer_steps_than_a_warm_up_takes_capture_nothing(models):
     PretendedGraph.made.clear()
     options = {**GREEDY, "max_new_tokens": 3, "drafter": "plain"}
@@ -496,6 +540,17 @@ def test_losses_of_training_are_those_of_the_cpu(tmp_path, monkeypatch, options,
     assert len(found) == 3 and found == pytest.approx(on_cpu, rel=1e-4)
 
 
+def test_a_gguf_file_teaches_on_a_card(tmp_path):
+    pytest.importorskip("medusa.base.gguf_model", exc_type=ImportError, reason="needs a newer transformers")
+    eight_bits = GGMLQuantizationType.Q8_0
+    path = write_model(tmp_path / "base.gguf", "llama", eight_bits, eight_bits, 128)
+    ids = random_prompts(2, 12)
+    given = PaddedBatch(ids, torch.arange(12).expand(2, -1), torch.ones_like(ids, dtype=torch.bool))
+    live = load_live(BaseOptions(str(path)), torch.device("cuda"))
+    assert live.base.device.type == "cuda" and live.base.dtype == torch.bfloat16
+    assert torch.equal(live(given).cpu(), OnlineHiddenStates(load_base(path, dtype="auto"))(given))
+
+
 # ------------------------------------------------------------------ attention
 
 
@@ -522,12 +577,12 @@ def test_guessing_never_pauses_where_float32_is_multiplied_in_tf32(models, monke
     request = models[1].request(random_prompts(1, 4).to("cuda"), **GREEDY, max_new_tokens=4)
     options = medusa.model._Options(None, None, None, "exact", None, None, None)
     drafter = models[1].drafter_for(1)
-    assert models[1]._adaptive(options, request, drafter) is not None
+    assert models[1]._adaptive(options, request, "captured", drafter) is not None
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        assert models[1]._adaptive(options, request, drafter) is None
-        assert models[0]._adaptive(options, request, drafter) is not None
+        assert models[1]._adaptive(options, request, "captured", drafter) is None
+        assert models[0]._adaptive(options, request, "captured", drafter) is not None
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
 

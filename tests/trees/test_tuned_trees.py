@@ -1,6 +1,7 @@
 """Trees by runtime and batch size: what is written is what is read, and a model takes its own."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from medusa import (
     save_heads,
     save_tree,
 )
-from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for, merged
+from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for, for_runtime, merged
 
 HERE = MedusaModel(chat_base()).runtime
 ELSEWHERE = Runtime("some graphics card", "bfloat16", "eager")
@@ -108,6 +109,19 @@ def test_a_tree_tuned_elsewhere_is_left_alone(tmp_path, change):
     checkpoint = HeadsCheckpoint(chat_heads(), "tiny", wide_tree(), tuned=tuned_trees(runtime))
     model = MedusaModel.from_pretrained(chat_base(), checkpoint, engine="eager")
     assert model.tree_for(1) == model.tree_for(8) == wide_tree()
+
+
+def test_a_card_that_no_tree_was_tuned_on_takes_those_of_another_card_of_the_same_precision():
+    half = Runtime("another card", "float16", "eager")
+    processor = Runtime("cpu: some processor, 8 cores", "bfloat16", "eager")
+    trees = (*tuned_trees(processor), *tuned_trees(half), *tuned_trees(ELSEWHERE))
+    card = replace(ELSEWHERE, device="a third card")
+    assert [tuned.runtime for tuned in for_runtime(trees, card)] == [ELSEWHERE] * 3
+    assert [tuned.batch_size for tuned in for_runtime(trees, card)] == [1, 2, 8]
+    own = TunedTree(card, 1, ROOT)
+    assert for_runtime((*trees, own), card) == (own,)
+    for runtime in (replace(card, dtype="float32"), replace(processor, device="cpu: another, 2 cores")):
+        assert for_runtime(trees, runtime) == ()
 
 
 def test_an_explicit_tree_wins_over_every_entry(saved):

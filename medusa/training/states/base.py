@@ -129,7 +129,6 @@ def load_live(
         base = loading.load_base(
             source, dtype=_dtype(options, device), **_attention(options), **_placed(options, device)
         )
-        base = base.to(device) if source.gguf is not None else base
     check_decodable(base, attends_here=False)
     base.requires_grad_(False).eval()
     if options.base_placement == "auto":
