@@ -80,7 +80,8 @@ def available_memory(device: torch.device | None = None) -> int | None:
     """Bytes of memory that this process may still take, of a CUDA ``device`` or of the system: free memory,
     or the rest of the control groups' limits; None where the system does not report it."""
     if device is not None and device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        held_by_torch = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held_by_torch
     listing = Path("/proc/meminfo")
     if not listing.exists():
         return None

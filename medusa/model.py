@@ -83,7 +83,7 @@ class MedusaModel:
         self.step: StepKind = step
         """How decode steps are run, unless a call says otherwise."""
         self.heads = heads
-        self.tuned = tuple(tuned)
+        self._all_tuned = self.tuned = tuple(tuned)
         """The tuned trees that this runtime takes (see :func:`medusa.trees.tuned_trees.for_runtime`)."""
         self.refresh()
         self._tokenizer = tokenizer
@@ -107,7 +107,7 @@ class MedusaModel:
         self._engine_state = state
         self._steps, self._drafters = Steps(state.runner, state.optimized_heads), DrafterFactory(self)
         self._costs = DraftCosts()
-        self.tuned = for_runtime(self.tuned, self.runtime)
+        self.tuned = for_runtime(self._all_tuned, self.runtime)
         release_threads()
 
     @property
@@ -123,8 +123,7 @@ class MedusaModel:
 
     @property
     def runtime(self) -> Runtime:
-        """Device, dtype and engine of this model. A tuned tree is used only if it was timed with the same
-        three."""
+        """Device, dtype and engine of this model, by which it takes its tuned trees."""
         return self._engine_state.runtime
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -135,7 +134,7 @@ class MedusaModel:
             self._default_tree,
             self.tokenizer,
             self.engine,
-            self.tuned,
+            self._all_tuned,
             self.step,
         )
         return type(self), arguments
@@ -307,7 +306,7 @@ class MedusaModel:
         Raises:
             ValueError: the heads cannot fill it.
         """
-        self._default_tree, self.tuned = self._checked_tree(tree), ()
+        self._default_tree, self.tuned, self._all_tuned = self._checked_tree(tree), (), ()
         self._costs = DraftCosts()
 
     @property
@@ -406,7 +405,8 @@ class MedusaModel:
         **kwargs: Any,
     ) -> Generator[StepResult, None, None]:
         """The same tokens as :meth:`generate`, one step at a time; ``statistics`` is filled as it goes. With
-        ``step="static"`` or "captured" on a GPU, the results of several steps arrive at once."""
+        static or captured steps on a GPU, where the latter are the default, the results of several steps
+        arrive at once; ``step="general"`` gives each as it comes."""
         options = _Options(seed, tree, drafter, acceptance, step, prediction, corpus)
         return self._decoded(self._call_transformers(inputs, kwargs), options, statistics)
 

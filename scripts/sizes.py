@@ -459,7 +459,10 @@ def main() -> None:
             for contender in contenders:
                 log.print(f"{shape}, round {number + 1}: {contender}")
                 runs[contender].append(apart(contender, directory, *flags))
-        files = directory.glob("*.safetensors") if directory.is_dir() else [directory]
+        is_file = all(each.startswith(("file ", "llama-bench ")) for each in contenders)
+        files = (
+            {_file_of(each, directory) for each in contenders} if is_file else directory.glob("*.safetensors")
+        )
         size = sum(each.stat().st_size for each in files)
         medians = {system: _median(each) for system, each in runs.items()}
         results[shape] = {"file_bytes": size, "rounds": rounds, "contenders": medians}

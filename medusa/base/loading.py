@@ -127,7 +127,7 @@ def load_base(source: str | Path | BaseSource, **kwargs: Any) -> CausalLM:
     source = find_base(source, **kwargs)
     if source.gguf is not None or (is_held_quantised(source) and not _finds_a_device(source)):
         device = _one_device(source)
-        return load_widened(source, _widened_dtype(source)).to(device)
+        return load_widened(source, _widened_dtype(source, device)).to(device)
     arguments = {**source.arguments, "output_loading_info": True}
     with explained_damage(source.name):
         loaded: Any = auto_class(source.config).from_pretrained(source.name, **arguments)
@@ -172,19 +172,19 @@ def _one_device(source: BaseSource) -> torch.device:
         places = f"cuda:{places}"
     is_device = places is None or isinstance(places, str | torch.device)
     placing = sorted(source.arguments.keys() & {"quantization_config", "tp_plan"})
-    if not is_device or places in ("auto", "balanced", "balanced_low_0", "sequential"):
+    if not is_device or places in ("auto", "balanced", "balanced_low_0", "sequential", "disk"):
         placing = ["device_map", *placing]
     if placing:
         raise ValueError(
-            f"a GGUF file is loaded whole, on one device, got {placing[0]}; give device_map a device, as "
-            "'cuda:0', or give the model's own repository"
+            f"a base that is widened is loaded whole, on one device, got {placing[0]}; give device_map a "
+            "device, as 'cuda:0', or give the model's own repository"
         )
     return torch.device(places or "cpu")
 
 
-def _widened_dtype(source: BaseSource) -> torch.dtype:
-    """The type to widen quantised weights to."""
-    dtype = source.arguments.get("dtype") or torch.float32
+def _widened_dtype(source: BaseSource, device: torch.device) -> torch.dtype:
+    """The type to widen quantised weights to: where none is named float32 on a CPU, else bfloat16."""
+    dtype = source.arguments.get("dtype") or (torch.float32 if device.type == "cpu" else "auto")
     if dtype == "auto":
         return torch.bfloat16
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -379,7 +379,10 @@ def _template_of_processor(name: str, arguments: dict[str, Any]) -> str | None:
     path = cached_file(name, PROCESSOR_TEMPLATE, **options, **MISSING_OK)
     if path is None:
         return None
-    return json.loads(Path(path).read_text("utf-8"))["chat_template"]
+    try:
+        return json.loads(Path(path).read_text("utf-8")).get("chat_template")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} must be a JSON object ({error}); download it again") from error
 
 
 def source_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:

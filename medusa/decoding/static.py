@@ -69,11 +69,15 @@ KEPT_SHARE = 4
 
 
 def keep_newest(kept: dict[Hashable, StepRunner], key: Hashable, runner: StepRunner) -> None:
-    """Add ``runner`` as the newest; the oldest go, beyond :data:`MAX_KEPT` and beyond the memory that they
-    may take."""
+    """Add ``runner`` as the newest; the oldest go, as in :func:`make_room`."""
+    make_room(kept, runner.base.device)
     kept[key] = runner
-    left = available_memory(runner.base.device)
-    others = list(kept.items())[:-1]
+
+
+def make_room(kept: dict[Hashable, StepRunner], device: torch.device) -> None:
+    """Let the oldest runners go, beyond :data:`MAX_KEPT` with one more, and beyond the memory that they may
+    take."""
+    left, others = available_memory(device), list(kept.items())
     while others:
         num_bytes = sum(each.state.cache.num_bytes for _, each in others)
         if len(others) < MAX_KEPT and (left is None or num_bytes <= left // KEPT_SHARE):
@@ -265,6 +269,7 @@ class StepRunner:
         self, base: CausalLM, drafter: StaticDrafter, rows: DecodeState, interval: int, captures: bool = False
     ):
         self.base, self.drafter, self.captures = base, drafter, captures
+        self.processors = frozenset(type(each) for each in rows.request.processors)
         self.plain = PlainDrafter(drafter.aux_layers)
         self.state = StaticState.like(rows, interval)
         self._graphs: dict[tuple[bool, int], torch.cuda.CUDAGraph] = {}
@@ -401,6 +406,7 @@ class StaticRows:
         runner = kept.pop(self._key, None) or StepRunner(
             self.base, self.drafter, rows, self.interval, captures=self._captured is not None
         )
+        make_room(kept, self.base.device)  # before this one grows
         self._runner, num_left = runner, rows.request.max_new_tokens - 1
         self._lengths = rows.lengths.tolist()
         self._ends = [length + num_left for length in self._lengths]

@@ -12,7 +12,7 @@
               ahead and kept on disk
     captured  static, replayed as a CUDA graph                     as static, on one CUDA device
     auto      captured where a call and its drafter can be, else   nothing
-              general
+              general; where capturing fails, this once static
 
 The tokens are the same. Models sharded over devices (``device_map``) run ``general`` and ``static``.
 
@@ -50,7 +50,7 @@ from medusa.engine.libraries import library_errors
 from medusa.engine.optimized_heads import compile_heads, parts_of_heads
 from medusa.engine.snapshot import alteration_of
 from medusa.engine.views import packed_as
-from medusa.heads.autoregressive_head import Heads
+from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
 from medusa.options import StepKind
 
 
@@ -95,13 +95,19 @@ class Steps:
 
     @cached_property
     def fastest(self) -> StepKind:
-        """The kind that "auto" stands for: captured on one CUDA device, else general."""
-        return "captured" if captured_unsupported_reason(self.base) is None else "general"
+        """The kind that "auto" stands for: captured on one CUDA device, else general. Heads that guess one
+        token after the other read their guesses on the host."""
+        is_bound = isinstance(self.heads, AutoregressiveHead) or captured_unsupported_reason(self.base)
+        return "general" if is_bound else "captured"
 
     def takes(self, step: StepKind, drafter: Drafter, request: DecodeRequest) -> bool:
-        """Whether steps of a kind that "auto" may stand for can decode ``request`` with ``drafter``."""
+        """Whether steps of a kind that "auto" may stand for can decode ``request`` with ``drafter``: not
+        where capturing has failed before, with no other processors."""
         if step == "general":
             return True
+        kinds = {type(each) for each in request.processors}
+        if any(not runner.captures and runner.processors <= kinds for runner in self.captured.values()):
+            return False
         return static_obstacle(drafter, request) is None and alteration_of(self.base) is None
 
     def plan(self, step: StepKind, drafter: Drafter, request: DecodeRequest) -> StepPlan:

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <functional>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -111,7 +112,7 @@ class Job {
   Job(const Loop& loop, int64_t num_pieces, int64_t num_shares) : Job(num_shares, num_pieces) { this->loop = loop; }
 
   // Computes pieces as long as there are any to claim.
-  void take_part(int64_t mine) {
+  void take_part(int64_t mine) noexcept {
     for (int64_t other = 0; other < num_shares; other++) {
       Share& share = shares[(mine + other) % num_shares];
       for (int64_t piece; (piece = share.claim(!other)) >= 0;) {
@@ -121,8 +122,8 @@ class Job {
     }
   }
 
-  // Returns when all is done.
-  void finish() {
+  // Returns when all is done. Nothing may leave it before: threads write to what the caller owns.
+  void finish() noexcept {
     take_part(0);
     auto is_done = [&] { return num_done.load(std::memory_order_acquire) == num_pieces; };
     while (!comes_true(PATIENCE, is_done)) {
@@ -180,7 +181,11 @@ class Pool {
 
   void run(const std::shared_ptr<Job>& job) {
     release_threads_of_torch();
-    for (; num_threads < job->num_shares - 1; num_threads++) std::thread(&Pool::work, this, num_threads + 1).detach();
+    try {
+      for (; num_threads < job->num_shares - 1; num_threads++) std::thread(&Pool::work, this, num_threads + 1).detach();
+    } catch (const std::system_error&) {
+      // The system gives no more threads; those that there are take over the shares of the others.
+    }
     post(job);
     job->finish();
     post(nullptr);  // what it keeps is let go of

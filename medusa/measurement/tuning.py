@@ -5,7 +5,8 @@ each batch size by itself. N = 1 is plain decoding and takes part, and a larger 
 noise, so a tuned tree is never slower than none.
 
 Tuned trees are written into the heads directory under the machine, precision, engine and kind of step that
-they were timed with. The default tree serves a single row wherever nothing was tuned. So it changes only when
+they were timed with. The default tree serves a single row wherever nothing was tuned; a card takes the trees
+of another card first. So it changes only when
 batch size 1 is tuned, and only if it was never timed or was timed on this very machine: tuning on one more
 machine leaves the trees of the others as they were.
 """
@@ -29,7 +30,14 @@ from medusa.model import MedusaModel
 from medusa.plots import FAINT, GREEN, ORANGE, beside, figure_of, shade, size_axis
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.rank_counts import RankCounts
-from medusa.trees.tuned_trees import DEFAULT_STEP, RUNTIME_KEYS, Runtime, TunedTree, merged
+from medusa.trees.tuned_trees import (
+    DEFAULT_STEP,
+    RUNTIME_KEYS,
+    Runtime,
+    TunedTree,
+    for_runtime,
+    merged,
+)
 
 TUNED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 MIN_GAIN = 1.03
@@ -193,10 +201,12 @@ def file_asked_for(
 ) -> list[str]:
     """Write ``tree`` as the default; returns sentences on written and removed trees.
 
-    Trees tuned on ``runtime``, where ``tree`` is to be used, go: they would hide it.
+    Trees that ``runtime``, where ``tree`` is to be used, would take go: they would hide it.
     """
     before = load_heads(directory).tuned
-    kept = [entry for entry in before if entry.runtime != runtime]
+    kept = before
+    while hiding := for_runtime(kept, runtime):  # another card's, once its own are gone
+        kept = tuple(entry for entry in kept if entry not in hiding)
     path = save_tree(directory, tree, kept, **origin)
     return [
         f"written to {path}: {_nodes(tree)}, the default tree",

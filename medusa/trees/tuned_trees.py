@@ -136,17 +136,19 @@ def tuned_from_json(entries: Any, origin: str) -> tuple[TunedTree, ...]:
 
 
 def for_runtime(trees: Iterable[TunedTree], runtime: Runtime) -> tuple[TunedTree, ...]:
-    """The entries of one runtime, the smallest batch size first: those of ``runtime``, else, on a graphics
-    card, those of the first other card with the same precision and engine. None on anything else."""
-    by_runtime: dict[Runtime, list[TunedTree]] = {}
+    """The entries that ``runtime`` takes, the smallest batch size first: its own. For a kind of step without
+    any a graphics card takes those of the first other card with the same precision and engine."""
+    by_step: dict[str, dict[Runtime, list[TunedTree]]] = {}
     for tuned in trees:
-        by_runtime.setdefault(tuned.runtime, []).append(tuned)
-    if runtime not in by_runtime and runtime.is_card:
-        others = (
-            each for each in by_runtime if each.is_card and replace(each, device=runtime.device) == runtime
-        )
-        runtime = next(others, runtime)
-    return tuple(sorted(by_runtime.get(runtime, ()), key=lambda tuned: tuned.batch_size))
+        by_step.setdefault(tuned.step, {}).setdefault(tuned.runtime, []).append(tuned)
+    found: list[TunedTree] = []
+    for of_step in by_step.values():
+        others = [
+            each for each in of_step if each.is_card and replace(each, device=runtime.device) == runtime
+        ]
+        source = others[0] if others and runtime.is_card and runtime not in of_step else runtime
+        found += of_step.get(source, ())
+    return tuple(sorted(found, key=lambda tuned: tuned.batch_size))
 
 
 def chosen_for(trees: Sequence[TunedTree], batch_size: int, step: str = DEFAULT_STEP) -> CandidateTree | None:
@@ -154,10 +156,11 @@ def chosen_for(trees: Sequence[TunedTree], batch_size: int, step: str = DEFAULT_
 
     Rows that finish leave a batch, and a tree chosen for more rows than there are errs on the small side.
     Above the largest measured size its tree is used. If no steps of kind ``step`` were timed, trees of
-    general steps are used; None without any.
+    general steps are used; on a graphics card, where nodes are cheap in steps of any kind, of any other; None
+    without any.
     """
     by_step = {kind: [tuned for tuned in trees if tuned.step == kind] for kind in (step, DEFAULT_STEP)}
-    fitting = by_step[step] or by_step[DEFAULT_STEP]
+    fitting = by_step[step] or by_step[DEFAULT_STEP] or [tuned for tuned in trees if tuned.runtime.is_card]
     if not fitting:
         return None
     above = [tuned for tuned in fitting if tuned.batch_size >= batch_size]

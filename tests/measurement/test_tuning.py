@@ -1,3 +1,4 @@
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -188,3 +189,11 @@ def test_a_tree_asked_for_becomes_the_default_and_what_would_hide_it_goes(heads)
     loaded = load_heads(heads)
     assert (loaded.tree, loaded.tuned, loaded.tree_origin) == (CHAIN(1), tuple(tuned[:1]), TIMED_HERE)
     assert said[1].endswith("on this processor, float32, packed: 2")
+
+
+def test_a_tree_asked_for_on_a_card_is_not_hidden_by_those_of_another_card(heads):
+    card, processor = Runtime("a card", "bfloat16", "eager"), TunedTree(HERE, 1, CHAIN(2))
+    others = [TunedTree(replace(card, device=name), 1, CHAIN(2)) for name in ("another", "a third")]
+    save_tree(heads, CHAIN(3), [processor, TunedTree(card, 1, CHAIN(2)), *others])
+    file_asked_for(heads, CHAIN(1), card, TIMED_HERE)
+    assert load_heads(heads).tuned == (processor,)

@@ -401,6 +401,7 @@ TORCH_CUDA: dict[str, Any] = {
     "is_current_stream_capturing": lambda: bool(_capturing),
     "empty_cache": lambda: None,
     "memory_allocated": lambda device=None: 0,
+    "memory_reserved": lambda device=None: 0,
     "max_memory_allocated": lambda device=None: 0,
     "reset_peak_memory_stats": lambda device=None: None,
     "manual_seed_all": lambda seed: None,

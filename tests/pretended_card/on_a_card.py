@@ -399,6 +399,20 @@ def test_steps_that_cannot_be_captured_run_static_and_say_why(what):
     with pytest.warns(UserWarning, match=rf"^step='captured' runs as step='static' here: {reason}"):
         assert torch.equal(model.generate(prompt, **options, step="captured").cpu(), expected)
     assert torch.equal(model.generate(prompt, **options, step="captured").cpu(), expected)
+    with warnings.catch_warnings():  # unasked it is not tried again, and what can be captured is
+        warnings.simplefilter("error", UserWarning)
+        assert torch.equal(model.generate(prompt, **options).cpu(), expected)
+        if what == "eta_cutoff":
+            PretendedGraph.made.clear()
+            model.generate(prompt, **{**options, "eta_cutoff": 0.0})
+            assert PretendedGraph.made
+
+
+def test_heads_that_guess_one_token_after_the_other_have_general_steps_unasked(models):
+    options = {"max_depth": 3, "token_map_size": 40, "own_lm_head": True, "fused_layers": (1, 2, 3)}
+    config = Eagle3Config.of_base(models[1].base, **options)
+    head = Eagle3Head(config, token_map=list(range(3, 43))).eval()
+    assert MedusaModel(models[1].base, head).step_for() == "general"
 
 
 def test_graphs_are_let_go_beyond_the_memory_that_they_may_take(models, monkeypatch):

@@ -118,8 +118,10 @@ def test_a_card_that_no_tree_was_tuned_on_takes_those_of_another_card_of_the_sam
     card = replace(ELSEWHERE, device="a third card")
     assert [tuned.runtime for tuned in for_runtime(trees, card)] == [ELSEWHERE] * 3
     assert [tuned.batch_size for tuned in for_runtime(trees, card)] == [1, 2, 8]
-    own = TunedTree(card, 1, ROOT)
+    own, captured = TunedTree(card, 1, ROOT), TunedTree(ELSEWHERE, 1, CHAIN(1), step="captured")
     assert for_runtime((*trees, own), card) == (own,)
+    assert for_runtime((*trees, own, captured), card) == (own, captured), "by kind of step"
+    assert chosen_for((captured,), 4) == CHAIN(1), "on a card nodes are cheap in steps of any kind"
     for runtime in (replace(card, dtype="float32"), replace(processor, device="cpu: another, 2 cores")):
         assert for_runtime(trees, runtime) == ()
 
