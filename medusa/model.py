@@ -102,19 +102,18 @@ class MedusaModel:
             ValueError: the engine cannot run the base as it is now.
         """
         state = EngineState(self.base, self.heads, self.engine)
-        check_step(self.step, state.runner)
+        check_step(self.step, state.engine_base)
         # Assigned together, after all that can fail: other threads may be in calls.
         self._engine_state = state
-        self._steps, self._drafters = Steps(state.runner, state.optimized_heads), DrafterFactory(self)
+        self._steps, self._drafters = Steps(state.engine_base, state.optimized_heads), DrafterFactory(self)
         self._costs = DraftCosts()
         self.tuned = for_runtime(self._all_tuned, self.runtime)
         release_threads()
 
     @property
-    def runner(self) -> CausalLM:
-        """The base model as the engine runs it; ``base`` itself when eager. Not to be confused with
-        :class:`medusa.decoding.step.ModelRunner`, which runs passes of it."""
-        return self._engine_state.runner
+    def engine_base(self) -> CausalLM:
+        """The base model as the engine runs it; ``base`` itself when eager."""
+        return self._engine_state.engine_base
 
     @property
     def optimized_heads(self) -> Heads | None:
@@ -312,7 +311,7 @@ class MedusaModel:
     @property
     def can_compile(self) -> bool:
         """Whether :meth:`compile` has all that it needs here."""
-        return compiled_unsupported_reason(self.runner) is None
+        return compiled_unsupported_reason(self.engine_base) is None
 
     @property
     def plain_step_seconds(self) -> float | None:
@@ -337,7 +336,7 @@ class MedusaModel:
         Raises:
             ValueError: this engine compiles no pass, or something is missing.
         """
-        check_step("compiled", self.runner)
+        check_step("compiled", self.engine_base)
         seconds = self._steps.compiled_pass()[1]
         release_threads()
         return seconds
@@ -428,13 +427,17 @@ class MedusaModel:
         Raises:
             ValueError: this model's steps are static or captured, whose shape is fixed for a whole answer.
         """
-        check_step(self.step, self.runner)
+        check_step(self.step, self.engine_base)
         heads = None if plain else self.heads
         if self.step == "compiled" and not plain:
             self.compile()  # before anybody waits for an answer
         if not self._engine_state.is_current():
             self.refresh()
-        runner = self._steps.runner_of_many(self.step, () if heads is None else heads.aux_layers)
+        runner = self._steps.runner_of_many(
+            self.step,
+            () if heads is None else heads.aux_layers,
+            keeps_features=isinstance(heads, AutoregressiveHead),
+        )
         factory = self._drafters
         step: StepKind = "general" if self.step == "auto" else self.step
         in_float32 = multiplies_in_float32(self.base.dtype, self.device)
@@ -449,7 +452,6 @@ class MedusaModel:
             make_drafter,
             self._engine_state.staleness_check(),
             limits or BatchLimits(),
-            needs_features=isinstance(heads, AutoregressiveHead),
             max_nodes=1 if plain else max(tree.num_nodes for tree in trees) + MAX_OPTIONAL_NODES,
         )
 
@@ -573,7 +575,6 @@ class MedusaModel:
             staleness_check,
             statistics=statistics,
             static=plan.static,
-            needs_features=drafter.needs_features,
         )
         return decode(batch, request, is_streamed)
 

@@ -278,7 +278,7 @@ def _of_ours(engine: Any, directory: Path, prompts: dict[int, Tensor], began: fl
     model.compile()
     found = {
         "load_seconds": time.perf_counter() - began,
-        "weights_bytes": sum(packed_bytes(model.runner).values()),
+        "weights_bytes": sum(packed_bytes(model.engine_base).values()),
     }
     greedy: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     plain: dict[str, Any] = {**greedy, "tree": CandidateTree.chain(0)}
@@ -290,7 +290,7 @@ def _of_ours(engine: Any, directory: Path, prompts: dict[int, Tensor], began: fl
     times = _times(lambda: (len(step.tokens[0]) for step in model.stream(prompts[SHORT], **predicted)))
     found["predicted_ms_per_token"] = times["ms_per_token"]
     found["first_2000_ms"] = _first_ms(lambda: model.stream(prompts[LONG], **{**plain, "max_new_tokens": 1}))
-    return found | {"products_ms": _products_ms(model.runner)}
+    return found | {"products_ms": _products_ms(model.engine_base)}
 
 
 def _products_ms(runner: Any) -> dict[str, float]:

@@ -50,7 +50,7 @@ def compared(ms: Mapping[int, float]) -> str:
 
 
 def products_of(model: MedusaModel) -> list[PackedMatmul]:
-    return [module for module in model.runner.modules() if isinstance(module, PackedMatmul)]
+    return [module for module in model.engine_base.modules() if isinstance(module, PackedMatmul)]
 
 
 def multiply(products: list[PackedMatmul], rows: int) -> Callable[[], None]:
@@ -92,7 +92,7 @@ def main() -> None:
             "bytes": sum(each.panels.nbytes for each in products),
             "formats": sorted({each.number_format for each in products}),
         }
-    found |= {"share_apart": share_apart(models[12].runner), "products_ms": {}, "ms_per_token": {}}
+    found |= {"share_apart": share_apart(models[12].engine_base), "products_ms": {}, "ms_per_token": {}}
     for rows in ROWS:
         works = {bits: multiply(products_of(model), rows) for bits, model in models.items()}
         taken = found["products_ms"][rows] = median_milliseconds(works, SECONDS)

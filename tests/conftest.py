@@ -195,11 +195,8 @@ def decode(
     plan = steps.plan(step, drafter, request)
     if plan.static is not None and host_sync_interval is not None:
         plan.static.interval = host_sync_interval
-    features = drafter.needs_features
     guide = drafter, adaptive
-    batch = Batch(
-        plan.runner, lambda *_: guide, statistics=statistics, static=plan.static, needs_features=features
-    )
+    batch = Batch(plan.runner, lambda *_: guide, statistics=statistics, static=plan.static)
     return decoded(batch, request)
 
 

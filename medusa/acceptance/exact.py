@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ class Acceptance:
     """(B,) long: what follows the accepted path; the next root token."""
     is_broken: Tensor | None = None
     """(B,) bool: a token was chosen by a NaN score; None if this was not checked."""
+    rule_state: Any = None
+    """The state of a rule for sampled drafts after this step."""
 
     def tokens(self, draft_tokens: Tensor) -> Tensor:
         """New tokens of the step, (B, L) long: the accepted drafts, then ``next_token``, repeated."""

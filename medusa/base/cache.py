@@ -30,8 +30,6 @@ GROWTH_STEP = 256
 READ_STEP = {"cuda": 64}
 """The number of slots that a pass reads is rounded up to a multiple of this, by type of device: a GPU chooses
 its attention kernel by length, and is fastest on whole blocks. It divides :data:`GROWTH_STEP`."""
-MAX_REPLAY_TOKENS = 12
-"""From this :attr:`TreeCache.num_replay_tokens` on, a step has no drafts."""
 
 
 @dataclass
@@ -108,18 +106,6 @@ class TreeCache(Cache):
     @property
     def num_rows(self) -> int:
         return len(self.lengths)
-
-    @property
-    def num_replay_tokens(self) -> int:
-        """Committed tokens that the next pass must run again, of the row with most of them. Always 0 here;
-        only recurrent states need it (:mod:`medusa.base.recurrent`)."""
-        return 0
-
-    @property
-    def rows_needing_recheck(self) -> list[int]:
-        """Rows whose recurrent state was computed by the multi-token algorithm in this pass. Always empty
-        here; see :mod:`medusa.base.recurrent`."""
-        return []
 
     @property
     def _kept_layers(self) -> list[TreeCacheLayer]:

@@ -255,7 +255,8 @@ class StatefulCache(TreeCache):
         self.sync_lengths()
 
     @property
-    def rows_needing_recheck(self) -> list[int]:
+    def inexact_rows(self) -> list[int]:
+        """Rows whose pass may differ from plain decoding's by rounding."""
         return [index for index, row in enumerate(self.stateful_rows) if not row.is_exact_pass]
 
     def split_rows(self) -> list[StatefulCache]:

@@ -349,7 +349,7 @@ def _quantised_base(options: ModelOptions) -> BaseSource | None:
 def _readers(model: MedusaModel, options: FidelityOptions, source: BaseSource | None) -> dict[str, Reader]:
     """Who is held against float32: the engine, then llama.cpp with each GGUF file, that of the base first."""
     engine, step = resolved_engine(model.base, model.engine), options.tokens_per_pass
-    found: dict[str, Reader] = {engine: reader_of(model.runner, step)}
+    found: dict[str, Reader] = {engine: reader_of(model.engine_base, step)}
     paths = [*options.llama_cpp]
     if source is not None and source.gguf is not None and source.gguf.path not in paths:
         if (lacks := llama_cpp_unsupported_reason()) is None:

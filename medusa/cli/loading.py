@@ -131,9 +131,9 @@ def load_model(
         heads = f"{counted(model.heads.num_heads, 'head')}, a tree of {nodes}"
     if has_adapter:
         heads += ", with the LoRA adapter that was trained with them: the text is the adapted model's"
-    for number_format, size in packed_bytes(model.runner).items():
+    for number_format, size in packed_bytes(model.engine_base).items():
         heads += f", {megabytes(size)} of weights packed in {number_format}"
-    if share := share_apart(model.runner):
+    if share := share_apart(model.engine_base):
         heads += f"; {share:.2%} of those in 12 bits kept apart"
     log.print(f"{name} in {base.dtype} on {device}, {heads}", style="dim", soft_wrap=not log.is_terminal)
     if named is None and with_heads:
@@ -164,7 +164,7 @@ def _warn_of_other_template(
 def set_step(model: MedusaModel, asked: StepKind | None) -> None:
     """Have ``model`` run its steps as was asked, or by :func:`default_step`."""
     step = asked or default_step(model)
-    check_step(step, model.runner)
+    check_step(step, model.engine_base)
     model.step = step
 
 

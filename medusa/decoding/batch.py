@@ -30,17 +30,16 @@ from medusa.base.causal_lm import (
     cache_bytes_per_token,
     common_context,
     lm_head_device,
-    new_cache,
     vocab_size,
 )
+from medusa.decoding.accept import RowsFailed
 from medusa.decoding.adaptive import AdaptiveDrafting
+from medusa.decoding.runners import Runner
 from medusa.decoding.state import DecodeRequest, DecodeState, PrefixCache, Row, num_shared
 from medusa.decoding.static import StaticRows
 from medusa.decoding.statistics import DecodingStatistics, PhaseClock
 from medusa.decoding.step import (
-    ModelRunner,
     RowOutput,
-    RowsFailed,
     StepOutput,
     decode_step,
     prefill_request,
@@ -151,19 +150,17 @@ class Batch:
         staleness_check: raises ValueError if base or heads have changed since the batch was made. Called with
             True for each new request, and with False before each step.
         static: runs steps of fixed shape in place of the general ones, for a single request.
-        needs_features: whether drafters read the hidden states of the whole text.
         max_nodes: the largest number of nodes of a draft, root included.
     """
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Runner,
         make_drafter: Callable[[int, bool], tuple[Drafter, AdaptiveDrafting | None]],
         staleness_check: Callable[[bool], None] = lambda is_new_request: None,
         limits: BatchLimits = SINGLE_REQUEST,
         statistics: DecodingStatistics | None = None,
         static: StaticRows | None = None,
-        needs_features: bool = False,
         max_nodes: int = 1,
     ):
         self.limits = limits
@@ -172,7 +169,7 @@ class Batch:
         """Draft tokens that were verified."""
         self.prefixes = PrefixCache(limits.prefix_bytes)
         self.waiting: deque[Row] = deque()
-        self._runner, self._static = replace(runner, keeps_features=needs_features), static
+        self._runner, self._static = runner, static
         self._make_drafter, self.staleness_check = make_drafter, staleness_check
         self._max_nodes = max_nodes
         self._clock, self._validator = PhaseClock(self.statistics), DraftValidator(vocab_size(runner.base))
@@ -226,7 +223,7 @@ class Batch:
     def start(self, request: DecodeRequest) -> list[Row]:
         """Start the rows of ``request`` together, in an empty batch that no other request will join."""
         rows = [Row(request, index=index) for index in range(len(request.lengths))]
-        self._prefills = [_Prefill(rows, request, new_cache(self._runner.base, len(rows)))]
+        self._prefills = [_Prefill(rows, request, self._runner.new_cache(len(rows)))]
         return rows
 
     @property
@@ -403,7 +400,7 @@ class Batch:
         elif prefix is not None:
             cache = prefix.copy_of_row(0, length)
         else:
-            cache = new_cache(self._runner.base, 1)
+            cache = self._runner.new_cache(1)
         return cache, cache.longest  # 0 rather than `length` where a recurrent state is past the prefix
 
     def _read_chunk(self, prefill: _Prefill, num_tokens: int) -> None:
@@ -424,7 +421,7 @@ class Batch:
         rows, request = prefill.rows, prefill.request
         rule = request.rule  # `sampled_kind` raises, before the pass, if the drafter cannot draw for it
         drafter = None if rule is None else self._drafter_for(len(rows), request.references)[0]
-        sampled = None if drafter is None else sampled_kind(drafter, request, self._runner.base)
+        sampled = None if drafter is None else sampled_kind(drafter, request, self._runner)
         state, output = prefill_request(
             self._runner,
             request,

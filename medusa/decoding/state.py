@@ -275,6 +275,7 @@ class DecodeState:
         path_hidden = hidden.gather(1, acceptance.path[..., None].expand(-1, -1, hidden.shape[2]))
         self.cache.commit(acceptance.path, acceptance.num_accepted + 1, is_chain, known)
         self.hidden = path_hidden[:, -1]
+        self.rule_state = acceptance.rule_state
 
     def keep_rows(self, kept: list[int]) -> None:
         """Drop the rows that are not in ``kept``."""

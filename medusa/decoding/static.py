@@ -33,8 +33,9 @@ from medusa.base.causal_lm import (
     tree_inputs,
     vocab_size,
 )
+from medusa.decoding.accept import accept
 from medusa.decoding.state import DecodeRequest, DecodeState
-from medusa.decoding.step import RowOutput, StepOutput, acceptance_of, depths_of, draft_context
+from medusa.decoding.step import RowOutput, StepOutput, depths_of, draft_context
 from medusa.drafters.protocol import (
     TOKEN_RULES,
     TOPOLOGY_RULES,
@@ -176,7 +177,7 @@ def static_step(
         context.noise.until(drafter.max_depth + 1)  # in one draw: drafting would ask for one depth at a time
     draft = _checked(drafter.draft(context), context, drafter, state, vocab_size(base))
     logits = base(**tree_inputs(base, draft.tokens, draft.topology, state.cache)).logits
-    acceptance = acceptance_of(state.rows, draft, logits, context.noise)
+    acceptance = accept(state.rows, draft, logits, context.noise, may_wait=False)
     _commit(state, draft, acceptance, seen.last)
 
 

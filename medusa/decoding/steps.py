@@ -35,6 +35,7 @@ from typing import get_args
 
 from medusa.base.causal_lm import CausalLM, lm_head
 from medusa.base.recurrent import is_recurrent
+from medusa.decoding.runners import Runner, runner_for
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.static import (
     StaticRows,
@@ -43,7 +44,6 @@ from medusa.decoding.static import (
     static_obstacle,
     warn_of_static_steps,
 )
-from medusa.decoding.step import ModelRunner
 from medusa.drafters.protocol import Drafter
 from medusa.engine.compiled import CompiledPass, layers_unsupported_reason, library_paths
 from medusa.engine.libraries import library_errors
@@ -58,7 +58,7 @@ from medusa.options import StepKind
 class StepPlan:
     """How the steps of one request, or of a batch, are run."""
 
-    runner: ModelRunner
+    runner: Runner
     static: StaticRows | None = None
     """The runner of static steps; None for general steps."""
     setup_seconds: float = 0.0
@@ -119,34 +119,39 @@ class Steps:
         if step not in self._checked:
             check_step(step, self.base)
             self._checked.add(step)
-        if step == "general":
-            return StepPlan(ModelRunner(self.base, drafter.aux_layers))
         if step == "compiled":
             compiled, seconds = self.compiled_pass()
-            runner = ModelRunner(self.base, drafter.aux_layers, compiled.verify)
+            runner = runner_for(self.base, drafter.aux_layers, drafter.needs_features, compiled.verify)
             return StepPlan(runner, setup_seconds=seconds)
+        runner = runner_for(self.base, drafter.aux_layers, drafter.needs_features)
+        if step == "general":
+            return StepPlan(runner)
         checked = static_drafter(step, drafter, request)
         captured = self.captured if step == "captured" else None
         if captured is not None and (alteration := alteration_of(self.base)) is not None:
             warn_of_static_steps(f"the base has got {alteration}, which a replay leaves out")
             captured = None
         rows = StaticRows(self.base, checked, captured)
-        return StepPlan(ModelRunner(self.base, drafter.aux_layers), rows)
+        return StepPlan(runner, rows)
 
-    def runner_of_many(self, step: StepKind, layers: tuple[int, ...]) -> ModelRunner:
-        """The passes of a batch that requests join, with the states of ``layers``; "auto" is general there.
+    def runner_of_many(
+        self, step: StepKind, layers: tuple[int, ...] = (), keeps_features: bool = False
+    ) -> Runner:
+        """The runner of a batch that requests join; "auto" is general there.
+
+        ``layers`` and ``keeps_features`` are fields of :class:`medusa.decoding.runners.Runner`.
 
         Raises:
             ValueError: steps of this kind have one shape for a whole answer.
         """
         if step in ("auto", "general"):
-            return ModelRunner(self.base, layers)
+            return runner_for(self.base, layers, keeps_features)
         if step != "compiled":
             raise ValueError(
                 f"step={step!r} runs steps of one shape, and a batch that rows join changes its own; use "
                 "step='general', or 'compiled' with engine='packed' or 'int8' on a CPU"
             )
-        return ModelRunner(self.base, layers, self.compiled_pass()[0].verify)
+        return runner_for(self.base, layers, keeps_features, self.compiled_pass()[0].verify)
 
 
 def check_step(step: str, base: CausalLM) -> None:

@@ -119,7 +119,7 @@ def _given_to(setting: str) -> str:
 
 
 def _heads(host: DraftHost, settings: DrafterSettings, is_dynamic: bool = False) -> Drafter:
-    heads, runner = host.optimized_heads, host.runner
+    heads, runner = host.optimized_heads, host.engine_base
     assert heads is not None, "refused before"
     chain = CandidateTree.chain(min(settings.draft_length or heads.num_heads, heads.num_heads))
     if not is_dynamic:
@@ -138,7 +138,7 @@ def _eagle3(host: DraftHost, settings: DrafterSettings) -> AutoregressiveDrafter
     assert settings.eagle3 is not None, "refused before"
     given = settings.eagle3
     checkpoint = given if isinstance(given, HeadsCheckpoint) else load_heads(given)
-    head, base = checkpoint.heads, host.runner
+    head, base = checkpoint.heads, host.engine_base
     if not isinstance(head, Eagle3Head):
         raise ValueError(
             f"eagle3 must be an EAGLE-3 head, got Medusa heads for {checkpoint.base_model!r}; give them as "
@@ -161,7 +161,7 @@ def _mtp(host: DraftHost, settings: DrafterSettings) -> AutoregressiveDrafter:
     """With the layers that come with the base, as deep as they are many unless ``settings`` say otherwise."""
     head = own_head(host.base, settings.draft_length)
     return AutoregressiveDrafter(
-        head.to(lm_head_device(host.base)).eval(), host.runner, tree_of(settings, head.num_heads)
+        head.to(lm_head_device(host.base)).eval(), host.engine_base, tree_of(settings, head.num_heads)
     )
 
 
@@ -205,7 +205,7 @@ def _missing_exit_layer(host: DraftHost, settings: DrafterSettings) -> str | Non
 
 def _early_exit(host: DraftHost, settings: DrafterSettings) -> SelfDrafter:
     assert settings.exit_layer is not None, "refused before"
-    return SelfDrafter(early_exit(host.runner, settings.exit_layer), tree_of(settings))
+    return SelfDrafter(early_exit(host.engine_base, settings.exit_layer), tree_of(settings))
 
 
 DRAFTERS: dict[str, NamedDrafter] = {

@@ -88,14 +88,14 @@ class EngineState:
         self._has_kernels, self._is_held_once = name != "eager", packed_as(base) is not None
         has_adapter = bool(getattr(base, "peft_config", None))
         plain = folded(base) if has_adapter and name != "eager" else base
-        self.runner: CausalLM = apply_engine(plain, engine)
+        self.engine_base: CausalLM = apply_engine(plain, engine)
         """The base model as the engine runs it; ``base`` itself when eager."""
         self.optimized_heads = heads
         """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""
         if heads is not None:
             check_heads_fit(heads, base)
             heads.to(device=lm_head_device(base)).eval()
-            self.optimized_heads = optimized_heads(heads, lm_head(self.runner))
+            self.optimized_heads = optimized_heads(heads, lm_head(self.engine_base))
         self.runtime = Runtime(
             device_name(lm_head_device(base)), str(base.dtype).removeprefix("torch."), name
         )

@@ -62,8 +62,8 @@ def step_floor_seconds(
     with_heads: bool,
 ) -> float:
     """The least time in which ``rates`` allow a step: N nodes for B rows of ``num_cached`` tokens each."""
-    num_bytes, num_weights = pass_cost(model.runner)
-    num_bytes += num_rows * num_cached * cache_bytes_per_token(model.runner)
+    num_bytes, num_weights = pass_cost(model.engine_base)
+    num_bytes += num_rows * num_cached * cache_bytes_per_token(model.engine_base)
     num_operations = 2.0 * num_weights * num_nodes * num_rows
     if with_heads:
         head_bytes, head_operations = heads_cost(model)
@@ -115,7 +115,7 @@ def heads_cost(model: MedusaModel) -> tuple[float, float]:
         if isinstance(scorer, GatheredRows):
             read = float(scorer.rows.nbytes), scorer.rows.numel()
         else:
-            read = _read_whole(lm_head(model.runner) if scorer is None else scorer)
+            read = _read_whole(lm_head(model.engine_base) if scorer is None else scorer)
         num_bytes, num_weights = num_bytes + read[0], num_weights + read[1] * heads.num_heads
     return float(num_bytes), 2.0 * num_weights
 

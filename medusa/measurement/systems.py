@@ -195,7 +195,7 @@ def _ours(
 
 def heads_drafter(model: MedusaModel, heads: Heads, tree: CandidateTree) -> Drafter:
     """Other heads on the model's base in ``tree``, computed as the engine computes the model's own."""
-    return drafter_of_heads(optimized_heads(heads, lm_head(model.runner)), model.runner, tree)
+    return drafter_of_heads(optimized_heads(heads, lm_head(model.engine_base)), model.engine_base, tree)
 
 
 def heads_without_adapter(source: str) -> HeadsCheckpoint:

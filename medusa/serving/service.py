@@ -121,7 +121,7 @@ class Service:
             max_waiting=options.max_waiting,
             chunk=options.chunk or (CPU_CHUNK if model.device.type == "cpu" else BatchLimits.chunk),
             by_time=options.chunk is None and model.device.type == "cpu",
-        ).in_memory(model.runner, *(_bytes(each) for each in (options.cache_mib, options.prefix_mib)))
+        ).in_memory(model.engine_base, *(_bytes(each) for each in (options.cache_mib, options.prefix_mib)))
         batches = {False: model.continuous_batch(self.limits, plain=options.plain)}
         if options.allow_plain:
             few = replace(self.limits, max_rows=PLAIN_ROWS, max_waiting=PLAIN_ROWS, prefix_bytes=0)

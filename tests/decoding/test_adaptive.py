@@ -31,9 +31,9 @@ from medusa.decoding.adaptive import (
     DraftCost,
     DraftCosts,
 )
+from medusa.decoding.runners import Runner
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import PhaseClock
-from medusa.decoding.step import ModelRunner
 from medusa.decoding.steps import Steps
 from medusa.drafters.autoregressive import AutoregressiveDrafter
 from medusa.drafters.draft_model import (
@@ -367,7 +367,7 @@ def clock(monkeypatch) -> FakeClock:
     """A pass of the base takes a second, and so does a draft of heads."""
     clock = FakeClock()
     monkeypatch.setattr(medusa.decoding.batch, "PhaseClock", partial(PhaseClock, now=clock))
-    passes = ((ModelRunner, "verify"), (medusa.decoding.static, "_commit"))
+    passes = ((Runner, "verify"), (medusa.decoding.static, "_commit"))
     drafts = ((HeadsDrafter, "_ranked"), (DynamicHeadsDrafter, "_ranked"))
     for owner, name in (*passes, *drafts):
         monkeypatch.setattr(owner, name, clock.taking(1.0, getattr(owner, name)))

@@ -25,8 +25,8 @@ from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import cache_bytes_per_token
 from medusa.decoding import batch as batch_module
 from medusa.decoding.batch import MAX_OVERTAKES, Batch, BatchLimits, QueueFull, Row
+from medusa.decoding.runners import Runner
 from medusa.decoding.state import PrefixCache
-from medusa.decoding.step import ModelRunner
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 
 EOS = 11
@@ -213,7 +213,7 @@ def test_the_prefixes_of_all_owners_share_one_bound():
 
 def test_of_a_text_that_is_longer_than_the_bound_the_leading_part_is_kept_and_it_is_counted():
     model, options = model_of("llama"), {"max_new_tokens": 2, "do_sample": False}
-    per_token = cache_bytes_per_token(model.runner)
+    per_token = cache_bytes_per_token(model.engine_base)
     batch = model.continuous_batch(BatchLimits(prefix_bytes=30 * per_token))
     prompt = random_prompts(1, 50)[0].tolist()
     first, second = (row_of(model, prompt, **options) for _ in range(2))
@@ -381,7 +381,7 @@ def test_a_pass_that_fails_loses_its_rows_and_not_the_batch(monkeypatch):
         raise MemoryError("out of memory")
 
     batch.step()
-    monkeypatch.setattr(ModelRunner, "verify", fails)
+    monkeypatch.setattr(Runner, "verify", fails)
     batch.step()
     assert (lost.finish_reason, str(lost.error)) == ("error", "out of memory")
     monkeypatch.undo()
@@ -483,7 +483,7 @@ def test_by_time_a_short_prompt_waits_less_for_a_long_one_whose_tokens_take_long
     for by_time in (False, True):
         limits = BatchLimits(max_rows=4, chunk=64, by_time=by_time, prefix_bytes=0)
         batch = model.continuous_batch(limits, plain=True)
-        prefill = ModelRunner.prefill
+        prefill = Runner.prefill
 
         def slow(self, tokens, lengths, cache, *given, prefill=prefill, **more):
             before = cache.longest
@@ -491,7 +491,7 @@ def test_by_time_a_short_prompt_waits_less_for_a_long_one_whose_tokens_take_long
             now[0] += sum(range(before, cache.longest))
             return found
 
-        monkeypatch.setattr(ModelRunner, "prefill", slow)
+        monkeypatch.setattr(Runner, "prefill", slow)
         requests = [model.request(random_prompts(1, size), max_new_tokens=4) for size in (1000, 100)]
         long, short = rows = [Row(each) for each in requests]
         batch.add(long)
@@ -506,6 +506,6 @@ def test_by_time_a_short_prompt_waits_less_for_a_long_one_whose_tokens_take_long
         while batch.is_busy:
             batch.step()
         texts[by_time] = [row.tokens for row in rows]
-        monkeypatch.setattr(ModelRunner, "prefill", prefill)
+        monkeypatch.setattr(Runner, "prefill", prefill)
     assert texts[True] == texts[False]
     assert waited[True] < waited[False] / 2

@@ -24,8 +24,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from medusa import CandidateTree, MedusaModel
 from medusa.acceptance.rules import RULES
-from medusa.base.cache import MAX_REPLAY_TOKENS
 from medusa.decoding.batch import BatchLimits, Row
+from medusa.decoding.runners import MAX_REPLAY_TOKENS
 from medusa.drafters.draft_model import DraftModelDrafter
 from medusa.drafters.dynamic import BestPathDrafter, best_path
 from medusa.drafters.protocol import Draft

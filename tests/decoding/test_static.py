@@ -433,7 +433,7 @@ def test_the_keys_and_values_of_the_prompt_are_held_once(monkeypatch):
         caches.append(weakref.ref(cache))
         return cache
 
-    monkeypatch.setattr("medusa.decoding.batch.new_cache", noting)
+    monkeypatch.setattr("medusa.decoding.runners.new_cache", noting)
     steps = decode(base, PlainDrafter(), request_of(), step="static")
     next(steps), next(steps)
     gc.collect()

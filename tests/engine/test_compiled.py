@@ -105,8 +105,8 @@ def check_a_view(engine, base):
 
     check_a_shared_batch(model)
 
-    check_heads(model.optimized_heads, lm_head(model.runner))
-    view, topology = model.runner, BUSHY.topology("cpu")
+    check_heads(model.optimized_heads, lm_head(model.engine_base))
+    view, topology = model.engine_base, BUSHY.topology("cpu")
     compiled, seconds = model._steps.compiled_pass()
     assert seconds < 0.1, "the calls above have it"
     tree = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
@@ -165,7 +165,7 @@ def test_angles_that_depend_on_the_length_are_computed_as_they_are():
     torch.manual_seed(7)
     base = LlamaForCausalLM(config).eval()
     model = MedusaModel(base, heads(), BUSHY, engine="packed", step="compiled")
-    assert len(library_paths(model.runner)) == 1, "what comes before and after the layers runs as it is"
+    assert len(library_paths(model.engine_base)) == 1, "what comes before and after the layers runs as it is"
     said = texts(model, **asked(0.0))
     assert said["heads"] == said["plain"] == MedusaModel(base).generate(**BATCH, **asked(0.0)).tolist()
 

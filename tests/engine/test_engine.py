@@ -83,10 +83,10 @@ def test_a_base_published_in_bfloat16_is_decoded_in_float32_with_its_weights_as_
     copy.deepcopy(tiny_model("llama")).bfloat16().save_pretrained(tmp_path)
     model = MedusaModel.from_pretrained(tmp_path)
     assert model.base.dtype == torch.float32 and model.runtime.engine == "packed"
-    assert model.runner.get_output_embeddings().panels.dtype == torch.bfloat16
-    held, whole = packed_bytes(model.runner), packed_bytes(view_of(tiny_model("llama")))
+    assert model.engine_base.get_output_embeddings().panels.dtype == torch.bfloat16
+    held, whole = packed_bytes(model.engine_base), packed_bytes(view_of(tiny_model("llama")))
     assert held.keys() == {"bfloat16"} and whole == {"float32": 2 * held["bfloat16"]}
-    assert model.base is model.runner, "which is held once"
+    assert model.base is model.engine_base, "which is held once"
     prompt, options = random_prompts(1, 9), {"max_new_tokens": 12, "do_sample": False}
     reference = model.base.generate(prompt, **options, attention_mask=torch.ones_like(prompt))
     assert model.generate(prompt, **options).tolist() == reference.tolist()
@@ -105,7 +105,7 @@ def test_decoding_with_heads_is_token_identical_on_an_engine(sampling, engine):
     assert model.generate(**batch, **options, tree=model.tree).tolist() == plain.tolist()
     if engine == "packed":
         assert MedusaModel(base).generate(**batch, **options).tolist() == plain.tolist()
-    assert model.base is base and model.runner is not base
+    assert model.base is base and model.engine_base is not base
 
 
 @needs_kernels
@@ -385,7 +385,9 @@ def doge():
 def test_a_model_that_makes_masks_of_its_own_keeps_its_attention_where_products_are_packed():
     base, ids, options = doge(), random_prompts(1, 9), {"max_new_tokens": 12, "do_sample": False}
     model = MedusaModel(base, engine="packed")
-    assert model.runner.config._attn_implementation == "sdpa" and packed_as(model.runner) is not None
+    assert (
+        model.engine_base.config._attn_implementation == "sdpa" and packed_as(model.engine_base) is not None
+    )
     reference = base.generate(ids, **options, attention_mask=torch.ones_like(ids))
     assert model.generate(ids, **options).tolist() == reference.tolist()
 
@@ -404,8 +406,8 @@ def test_heads_with_a_token_map_draft_in_int8_and_decode_exactly(engine, reads_p
     hidden, path = torch.randn(4, 32), torch.randint(VOCAB_SIZE, (4, 3))
     with torch.no_grad():
         exact = heads(hidden, base.get_output_embeddings(), path)
-        quick = model.optimized_heads(hidden, model.runner.get_output_embeddings(), path)
-        again = heads(hidden, model.runner.get_output_embeddings(), path)
+        quick = model.optimized_heads(hidden, model.engine_base.get_output_embeddings(), path)
+        again = heads(hidden, model.engine_base.get_output_embeddings(), path)
     assert 0 < (quick - exact).abs().max() < 0.05 * exact.abs().max()
     assert torch.equal(again, exact)  # the heads themselves gather the rows as they are
     prompt, options = {"inputs": random_prompts(1, 9)}, {"max_new_tokens": 20, "do_sample": False}
@@ -421,7 +423,7 @@ def test_a_model_that_transformers_has_quantised_runs_eagerly_and_decodes_exactl
     base = copy.deepcopy(tiny_model("llama"))
     quantize_(base, Int8WeightOnlyConfig(version=2, set_inductor_config=False))
     model = MedusaModel(base, MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3)), BUSHY, engine="auto")
-    assert model.runner is base
+    assert model.engine_base is base
     options = {"do_sample": False, "max_new_tokens": 20}
     batch = left_padded(random_prompts(3, 14), [14, 2, 9])
     assert model.generate(**batch, **options).tolist() == base.generate(**batch, **options).tolist()

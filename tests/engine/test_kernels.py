@@ -542,7 +542,7 @@ def test_without_a_compiler_auto_says_so_once_and_gives_the_same_text(unbuilt, m
     monkeypatch.setattr(shutil, "which", lambda name: None)
     base, prompt = tiny_model("llama"), random_prompts(1, 9)
     model = MedusaModel(base, engine="auto")
-    assert model.runner is base
+    assert model.engine_base is base
     said = capsys.readouterr().err
     assert (
         "engine='auto' runs eager" in said and "C++ compiler (g++ or clang++), and none is installed" in said
@@ -733,7 +733,7 @@ def test_where_no_library_may_be_loaded_auto_runs_eager_and_says_why_in_a_line(u
     monkeypatch.setattr(kernels, "_load", refuses)
     monkeypatch.setattr(kernels, "_built", lambda compiler, path: path.write_bytes(b"library") and path)
     model = MedusaModel(LlamaForCausalLM(LlamaConfig(**GROUPED)).eval(), engine="auto")
-    assert model.runner is model.base
+    assert model.engine_base is model.base
     assert capsys.readouterr().err.count("failed to map segment") == 2, "where, and then what runs instead"
     with pytest.raises(ValueError, match=r"engine='packed' needs kernels that can be loaded: .* to map"):
         MedusaModel(LlamaForCausalLM(LlamaConfig(**GROUPED)).eval(), engine="packed")

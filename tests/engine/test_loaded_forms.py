@@ -93,7 +93,7 @@ def test_a_form_loads_by_its_directory_exactly_and_in_the_memory_that_was_named(
     ids = random_prompts(1, 9)
     own = theirs(path)
     with torch.no_grad():
-        torch.testing.assert_close(model.runner(ids).logits, own(ids).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model.engine_base(ids).logits, own(ids).logits, rtol=1e-4, atol=1e-4)
     reference = own.generate(ids, **GREEDY, attention_mask=torch.ones_like(ids))
     tree = (
         CandidateTree.chain(2) if is_recurrent(model.base) else CandidateTree.from_paths([(0,), (1,), (0, 0)])
@@ -101,7 +101,7 @@ def test_a_form_loads_by_its_directory_exactly_and_in_the_memory_that_was_named(
     for drafter in ("plain", OracleDrafter(reference.tolist(), tree, hit_rate=0.8)):
         assert model.generate(ids, **GREEDY, drafter=drafter).tolist() == reference.tolist(), drafter
     (said,) = named
-    held = bytes_held(model.runner, model.base)
+    held = bytes_held(model.engine_base, model.base)
     assert said / 1.1 < held < said * 1.1, f"{held} bytes are held, and {said} were named"
     files = [each for each in tmp_path.iterdir() if each.suffix in (".safetensors", ".bin", ".gguf")]
     in_files = sum(each.stat().st_size for each in files)

@@ -130,7 +130,7 @@ def test_every_form_of_the_base_drafts_where_it_is_held_once(tmp_path, engine, d
 def test_a_base_that_is_held_once_says_so_where_its_weights_are_asked_for(tmp_path):
     directory = saved(tiny_model("llama"), tmp_path)
     model = MedusaModel.from_pretrained(directory)
-    assert model.base is model.runner and model.runtime.engine == "packed"
+    assert model.base is model.engine_base and model.runtime.engine == "packed"
     for engine in ("eager", "int8"):
         with pytest.raises(ValueError, match=f"engine='{engine}' needs the weights .* engine='pac"):
             MedusaModel(model.base, engine=engine)
@@ -225,7 +225,7 @@ def test_numbers_beside_the_safetensors_files_are_not_rounded_to_their_type(tmp_
     ordinary = load_base(directory, dtype=torch.float32, **options)
     model = MedusaModel.from_pretrained(directory, engine="packed", **options)
     with torch.no_grad():
-        torch.testing.assert_close(model.runner(ids).logits, ordinary(ids).logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model.engine_base(ids).logits, ordinary(ids).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

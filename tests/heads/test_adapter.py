@@ -97,12 +97,12 @@ def test_sampling_draws_the_tokens_that_the_adapted_model_would(saved, engine):
 def test_packing_folds_the_adapter_into_the_packed_weights_and_leaves_the_base_alone(saved):
     """Two more products a layer would cost a third of a step."""
     model = MedusaModel.from_pretrained(*saved, engine="packed")
-    assert isinstance(model.runner.model.layers[0].self_attn.o_proj, PackedLinear)
+    assert isinstance(model.engine_base.model.layers[0].self_attn.o_proj, PackedLinear)
     query = model.base.model.layers[0].self_attn.q_proj
     assert type(query.base_layer) is torch.nn.Linear
     assert torch.equal(query.base_layer.weight, chat_base().model.layers[0].self_attn.q_proj.weight)
     with torch.no_grad():
-        assert torch.allclose(model.runner(PROMPTS).logits, model.base(PROMPTS).logits, atol=1e-4)
+        assert torch.allclose(model.engine_base(PROMPTS).logits, model.base(PROMPTS).logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "gpt-neox", "phi", "mixtral-moe"])

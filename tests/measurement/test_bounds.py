@@ -42,7 +42,7 @@ def test_heads_read_the_shared_unembedding_once_and_multiply_it_for_every_head()
 
 def test_a_step_is_bound_by_reading_or_by_computing():
     model = chat_model()
-    weights = pass_cost(model.runner)[1]
+    weights = pass_cost(model.engine_base)[1]
     slow_memory = DeviceRates(bytes_per_second=1.0, operations_per_second=1e30)
     floor = step_floor_seconds(model, slow_memory, 8, num_rows=2, num_cached=10, with_heads=False)
     a_token = 2 * 2 * 2 * 8 * 4  # k and v, layers, heads, width, bytes
@@ -64,15 +64,15 @@ def test_an_engine_reads_what_it_packed_and_no_less_where_the_base_is_held_once(
     base.save_pretrained(tmp_path)
     view = MedusaModel(load_base(tmp_path, dtype=torch.float32), heads, engine=engine)
     once = MedusaModel(load_for_engine(tmp_path, engine), heads, engine=engine)
-    assert once.base is once.runner and view.base is not view.runner
+    assert once.base is once.engine_base and view.base is not view.engine_base
     matrices = [each for name, each in base.named_parameters() if each.dim() == 2 and "embed" not in name]
     numbers = sum(each.numel() for each in matrices) + is_tied * 128 * 64
     scales = 4 * (sum(len(each) for each in matrices) + is_tied * 128) if engine == "int8" else 0
     norms = sum(each.numel() for each in base.parameters() if each.dim() == 1)
-    panels = sum(packed_bytes(once.runner).values())
+    panels = sum(packed_bytes(once.engine_base).values())
     assert panels <= numbers * (1 if engine == "int8" else 2)
     expected = panels + scales + 4 * norms, numbers + norms
-    assert pass_cost(view.runner) == pass_cost(once.runner) == expected
+    assert pass_cost(view.engine_base) == pass_cost(once.engine_base) == expected
     own, scored = 2 * 64 * 64, 32 * 64  # in int8, whatever the engine
     expected = own + 4 * 2 * 64 + 4 * 2 * 64 + scored + 4 * 32, 2.0 * (own + 2 * 64 + 2 * scored)
     assert heads_cost(view) == heads_cost(once) == expected

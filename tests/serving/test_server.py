@@ -41,7 +41,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from medusa import CandidateTree, MedusaModel
 from medusa.acceptance.grammar import GrammarFailed, GrammarProcessor
 from medusa.decoding.adaptive import DraftCosts
-from medusa.decoding.step import ModelRunner
+from medusa.decoding.runners import Runner
 from medusa.heads.mtp import own_head
 from medusa.serving.gate import refusal_of_host, refusal_of_origin
 from medusa.serving.replies import RequestError
@@ -1089,7 +1089,7 @@ def test_a_request_that_breaks_the_model_is_told_so_and_no_more(caplog, monkeypa
         def fails(*_args):
             raise RuntimeError("secret path /etc/passwd")
 
-        monkeypatch.setattr(ModelRunner, "verify", fails)
+        monkeypatch.setattr(Runner, "verify", fails)
         asked = {"max_tokens": 30, "temperature": 0}
         with pytest.raises(openai.InternalServerError) as told:
             chat(broken, **asked)
