@@ -73,7 +73,7 @@ class DraftHost(Protocol):
         """The base model as it was given."""
 
     @property
-    def runner(self) -> CausalLM:
+    def engine_base(self) -> CausalLM:
         """The base model as the engine runs it."""
 
     @property
