@@ -17,13 +17,13 @@ from transformers.generation.streamers import BaseStreamer
 from medusa.base.architecture_check import check_base, check_is_model
 from medusa.base.causal_lm import CausalLM, lm_head_device, vocab_size
 from medusa.base.loading import BaseSource, find_base, load_base, load_tokenizer
-from medusa.base.recurrent import is_recurrent
+from medusa.base.profile import BaseProfile
 from medusa.decoding.adaptive import AdaptiveDrafting, DraftCosts
 from medusa.decoding.batch import Batch, BatchLimits, StepResult, decode
 from medusa.decoding.request import check_arguments, decode_request, joined_sequences, with_stop_strings
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
-from medusa.decoding.steps import Steps, check_step, compiled_unsupported_reason
+from medusa.decoding.steps import Steps
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.references import References, SuffixCorpus, references_of
 from medusa.drafters.registry import MAX_OPTIONAL_NODES, DrafterFactory
@@ -102,10 +102,11 @@ class MedusaModel:
             ValueError: the engine cannot run the base as it is now.
         """
         state = EngineState(self.base, self.heads, self.engine)
-        check_step(self.step, state.engine_base)
+        steps = Steps(state.engine_base, state.optimized_heads)
+        steps.check(self.step)
         # Assigned together, after all that can fail: other threads may be in calls.
         self._engine_state = state
-        self._steps, self._drafters = Steps(state.engine_base, state.optimized_heads), DrafterFactory(self)
+        self._steps, self._drafters = steps, DrafterFactory(self)
         self._costs = DraftCosts()
         self.tuned = for_runtime(self._all_tuned, self.runtime)
         release_threads()
@@ -114,6 +115,11 @@ class MedusaModel:
     def engine_base(self) -> CausalLM:
         """The base model as the engine runs it; ``base`` itself when eager."""
         return self._engine_state.engine_base
+
+    @property
+    def profile(self) -> BaseProfile:
+        """The facts about the base on which the way of running depends."""
+        return self._steps.profile
 
     @property
     def optimized_heads(self) -> Heads | None:
@@ -299,6 +305,15 @@ class MedusaModel:
         check_read_by(settings, name)
         return DrafterFactory(self, settings).make(name, tree)
 
+    def use_step(self, step: StepKind) -> None:
+        """Run decode steps in this way from here on, unless a call says otherwise.
+
+        Raises:
+            ValueError: such steps do not run on this base.
+        """
+        self._steps.check(step)
+        self.step = step
+
     def use_tree(self, tree: CandidateTree) -> None:
         """Decode with ``tree`` from here on, for any number of rows: default and tuned trees are forgotten.
 
@@ -311,7 +326,7 @@ class MedusaModel:
     @property
     def can_compile(self) -> bool:
         """Whether :meth:`compile` has all that it needs here."""
-        return compiled_unsupported_reason(self.engine_base) is None
+        return self._steps.compiled_unsupported_reason() is None
 
     @property
     def plain_step_seconds(self) -> float | None:
@@ -336,7 +351,7 @@ class MedusaModel:
         Raises:
             ValueError: this engine compiles no pass, or something is missing.
         """
-        check_step("compiled", self.engine_base)
+        self._steps.check("compiled")
         seconds = self._steps.compiled_pass()[1]
         release_threads()
         return seconds
@@ -427,7 +442,7 @@ class MedusaModel:
         Raises:
             ValueError: this model's steps are static or captured, whose shape is fixed for a whole answer.
         """
-        check_step(self.step, self.engine_base)
+        self._steps.check(self.step)
         heads = None if plain else self.heads
         if self.step == "compiled" and not plain:
             self.compile()  # before anybody waits for an answer
@@ -440,7 +455,7 @@ class MedusaModel:
         )
         factory = self._drafters
         step: StepKind = "general" if self.step == "auto" else self.step
-        in_float32 = multiplies_in_float32(self.base.dtype, self.device)
+        in_float32 = multiplies_in_float32(self.profile.dtype, self.device)
 
         def make_drafter(num_rows: int, has_references: bool) -> tuple[Drafter, AdaptiveDrafting | None]:
             drafter = factory.make("plain") if plain else factory.default(num_rows, step, has_references)
@@ -551,9 +566,9 @@ class MedusaModel:
         """Build the request, the drafter and a batch, and decode. All public calls come through here."""
         request = decode_request(self.base, seed=options.seed, acceptance=options.acceptance, **call)
         request = self._with_references(request, options.prediction, options.corpus)
-        if len(request.tokens) > 1 and is_recurrent(self.base):
+        if len(request.tokens) > 1 and self.profile.keeps_state:
             warnings.warn(
-                f"{type(self.base).__name__} keeps a state, in which there is no place for padding: the "
+                f"{self.profile.name} keeps a state, in which there is no place for padding: the "
                 f"{len(request.tokens)} rows of this batch are read one after the other",
                 stacklevel=2,
             )
@@ -632,7 +647,7 @@ class MedusaModel:
         depends on the drafts."""
         if options.tree is not None or options.drafter is not None or not request.is_exact:
             return None
-        in_float32 = multiplies_in_float32(self.base.dtype, self.device)
+        in_float32 = multiplies_in_float32(self.profile.dtype, self.device)
         return self._costs.adaptive(drafter, in_float32, step, len(request.tokens))
 
     def _checked_tree(self, tree: CandidateTree | None) -> CandidateTree:
@@ -645,9 +660,9 @@ class MedusaModel:
 
     def _check_shape(self, tree: CandidateTree | None) -> None:
         """Raise ValueError if ``tree`` branches and the base is recurrent."""
-        if tree is not None and not tree.is_chain and is_recurrent(self.base):
+        if tree is not None and not tree.is_chain and self.profile.keeps_state:
             raise ValueError(
-                f"tree must be a chain for {type(self.base).__name__}, which keeps a state and so follows "
+                f"tree must be a chain for {self.profile.name}, which keeps a state and so follows "
                 f"one path, got a tree of {tree.num_nodes} nodes that is {tree.depth} deep; pass "
                 f"CandidateTree.chain({tree.depth})"
             )

@@ -36,7 +36,6 @@ from medusa.cli.options import (
 from medusa.console import counted, log_console, megabytes, track
 from medusa.conversations import check_template_kwargs
 from medusa.decoding.statistics import DecodingStatistics
-from medusa.decoding.steps import check_step
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import DrafterFactory, uses_model_heads
 from medusa.engine.loading import load_for_engine
@@ -164,8 +163,7 @@ def _warn_of_other_template(
 def set_step(model: MedusaModel, asked: StepKind | None) -> None:
     """Have ``model`` run its steps as was asked, or by :func:`default_step`."""
     step = asked or default_step(model)
-    check_step(step, model.engine_base)
-    model.step = step
+    model.use_step(step)
 
 
 def default_step(model: MedusaModel) -> StepKind:

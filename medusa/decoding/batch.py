@@ -28,9 +28,7 @@ from medusa.base.cache import GROWTH_STEP, TreeCache
 from medusa.base.causal_lm import (
     CausalLM,
     cache_bytes_per_token,
-    common_context,
     lm_head_device,
-    vocab_size,
 )
 from medusa.decoding.accept import RowsFailed
 from medusa.decoding.adaptive import AdaptiveDrafting
@@ -172,7 +170,7 @@ class Batch:
         self._runner, self._static = runner, static
         self._make_drafter, self.staleness_check = make_drafter, staleness_check
         self._max_nodes = max_nodes
-        self._clock, self._validator = PhaseClock(self.statistics), DraftValidator(vocab_size(runner.base))
+        self._clock, self._validator = PhaseClock(self.statistics), DraftValidator(runner.profile.vocab_size)
         self._prefills: list[_Prefill] = []  # oldest first; see `_begin_prefill` for their lengths
         self._least_seconds = float("inf")  # of a token of a prompt
         self._has_read = False  # whether the last call of `step` was prefill
@@ -181,7 +179,7 @@ class Batch:
         self._drafters: dict[tuple[int, bool], tuple[Drafter, AdaptiveDrafting | None]] = {}
         self._last_drafter: Drafter | None = None  # of the last step; what it keeps covers all but new rows
         self._has_joined = False  # whether rows have joined since the last step
-        self._context, self._device = common_context(runner.base), lm_head_device(runner.base)
+        self._context, self._device = runner.profile.context, runner.profile.device
 
     @property
     def num_rows(self) -> int:

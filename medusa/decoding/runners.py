@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +24,8 @@ from medusa.acceptance.exact import Acceptance
 from medusa.acceptance.sampling import UpcomingNoise
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import CausalLM, new_cache, prefill, verify
-from medusa.base.recurrent import StatefulCache, is_recurrent
+from medusa.base.profile import BaseProfile
+from medusa.base.recurrent import StatefulCache
 from medusa.decoding.accept import node_scores, noise_of_nodes
 from medusa.decoding.state import DecodeState
 from medusa.drafters.protocol import Draft
@@ -56,6 +56,8 @@ class Runner:
 
     base: CausalLM
     """The base, or an engine's view of it."""
+    profile: BaseProfile
+    """The facts about it."""
     layers: tuple[int, ...] = ()
     """The decoder layers whose output drafters read too (``aux_layers`` of a drafter); it is appended to the
     hidden states."""
@@ -63,8 +65,6 @@ class Runner:
     """Whether the hidden states of the text are stored in the cache, for drafters that read them."""
     run: Callable[..., tuple[Tensor, Tensor]] = verify
     """Runs one pass: :func:`medusa.base.causal_lm.verify`, or a compiled form of it."""
-    keeps_state: ClassVar[bool] = False
-    """Whether the base is recurrent: drafts are chains, and some steps go without."""
 
     def new_cache(self, num_rows: int) -> TreeCache:
         """An empty cache for ``num_rows`` rows."""
@@ -133,8 +133,6 @@ base reads several tokens in one pass."""
 class RecurrentRunner(Runner):
     """Runs passes of a base whose layers keep a state, which begins each from a snapshot
     (:mod:`medusa.base.recurrent`)."""
-
-    keeps_state: ClassVar[bool] = True
 
     def verify(self, draft: Draft, cache: TreeCache) -> Verified:
         """As :meth:`Runner.verify`. Where many tokens must be read again, the root alone is verified: then
@@ -213,10 +211,11 @@ class RecurrentRunner(Runner):
 
 def runner_for(
     base: CausalLM,
+    profile: BaseProfile,
     layers: tuple[int, ...] = (),
     keeps_features: bool = False,
     run: Callable[..., tuple[Tensor, Tensor]] = verify,
 ) -> Runner:
     """The runner of general steps of ``base``; arguments as the fields of :class:`Runner`."""
-    kind = RecurrentRunner if is_recurrent(base) else Runner
-    return kind(base, layers, keeps_features, run)
+    kind = RecurrentRunner if profile.keeps_state else Runner
+    return kind(base, profile, layers, keeps_features, run)

@@ -172,10 +172,11 @@ def static_step(
     ``seen`` is the value of :func:`medusa.base.causal_lm.capture_hidden_states`, which must be open on
     ``base``.
     """
-    context = replace(draft_context(state.rows, base), fixed_shape=True)
+    num_tokens = vocab_size(base)
+    context = replace(draft_context(state.rows, num_tokens), fixed_shape=True)
     if context.noise is not None:
         context.noise.until(drafter.max_depth + 1)  # in one draw: drafting would ask for one depth at a time
-    draft = _checked(drafter.draft(context), context, drafter, state, vocab_size(base))
+    draft = _checked(drafter.draft(context), context, drafter, state, num_tokens)
     logits = base(**tree_inputs(base, draft.tokens, draft.topology, state.cache)).logits
     acceptance = accept(state.rows, draft, logits, context.noise, may_wait=False)
     _commit(state, draft, acceptance, seen.last)

@@ -19,7 +19,6 @@ from medusa.acceptance.exact import Acceptance
 from medusa.acceptance.protocol import DraftKind
 from medusa.acceptance.sampling import TokenLogprobs, token_logprobs
 from medusa.base.cache import TreeCache
-from medusa.base.causal_lm import CausalLM, vocab_size
 from medusa.decoding.accept import RowsFailed, accept
 from medusa.decoding.adaptive import AdaptiveDrafting
 from medusa.decoding.runners import Runner, Verified
@@ -79,7 +78,9 @@ def decode_step(
     ``adaptive`` decides how many nodes of a draft with ``path_logprob`` are verified.
     """
     # 1. Draft: a tree below each row's root token, which is the base's own choice and always right.
-    context = draft_context(state, runner.base, 0.0 if adaptive is None else adaptive.min_accept_prob)
+    context = draft_context(
+        state, runner.profile.vocab_size, 0.0 if adaptive is None else adaptive.min_accept_prob
+    )
     draft = drafter.draft(context)
     validator.check(drafter, draft, context)
     draft = _worth_verifying(draft, adaptive)
@@ -152,20 +153,19 @@ def sampled_kind(drafter: Drafter, request: DecodeRequest, runner: Runner) -> Dr
     if rule is None or drafter.max_depth == 0:
         return None
     kind = drafter.sampled_kind(rule.draft_kinds[0])
-    rule.require(kind, drafter.context_only, runner.keeps_state)
+    rule.require(kind, drafter.context_only, runner.profile.keeps_state)
     return kind
 
 
-def draft_context(state: DecodeState, base: CausalLM, min_accept_prob: float = 0.0) -> DraftContext:
+def draft_context(state: DecodeState, vocab_size: int, min_accept_prob: float = 0.0) -> DraftContext:
     """The input of a drafter. It has the noise that will choose the tokens, unless the rule forbids that."""
-    num_tokens = vocab_size(base)
     return DraftContext(
         root=state.tokens.gather(1, state.lengths[:, None] - 1).squeeze(1),
         hidden=state.hidden,
         tokens=state.tokens,
         lengths=state.lengths,
         cache=state.cache,
-        noise=None if state.sampled else state.noise(num_tokens),
+        noise=None if state.sampled else state.noise(vocab_size),
         temperature=state.temperature,
         features=state.cache.features,
         sampled=state.sampled,
@@ -173,7 +173,7 @@ def draft_context(state: DecodeState, base: CausalLM, min_accept_prob: float = 0
         processors=state.request.processors,
         references=state.references,
         min_accept_prob=min_accept_prob,
-        vocab_size=num_tokens,
+        vocab_size=vocab_size,
     )
 
 

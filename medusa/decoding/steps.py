@@ -33,8 +33,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import get_args
 
-from medusa.base.causal_lm import CausalLM, lm_head
-from medusa.base.recurrent import is_recurrent
+from torch import Tensor
+
+from medusa.base.causal_lm import CausalLM, lm_head, verify
+from medusa.base.profile import BaseProfile
 from medusa.decoding.runners import Runner, runner_for
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.static import (
@@ -53,6 +55,8 @@ from medusa.engine.views import packed_as
 from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
 from medusa.options import StepKind
 
+KEEPS_STATE = "a base whose layers are all attention, and this one keeps a state"
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -69,10 +73,53 @@ class Steps:
 
     def __init__(self, base: CausalLM, heads: Heads | None = None):
         self.base, self.heads = base, heads
+        self.profile = BaseProfile.of(base)
         self.captured: dict[Hashable, StepRunner] = {}
         self._checked: set[str] = set()
         self._lock = threading.Lock()
         self._pass: CompiledPass | None = None
+
+    def check(self, step: str) -> None:
+        """Raise ValueError, with the reason, unless steps of this kind run on the base."""
+        if step not in get_args(StepKind):
+            raise ValueError(f"step must be one of {get_args(StepKind)}, got {step!r}")
+        if step in ("auto", "general"):
+            return
+        if self.profile.keeps_state:
+            raise ValueError(
+                f"step={step!r} needs a base whose layers are all attention, and {self.profile.name} keeps a "
+                "state, whose passes have no fixed shape; use step='general'"
+            )
+        lacks = None
+        if step == "compiled":
+            lacks = self.compiled_unsupported_reason()
+        elif step == "captured":
+            lacks = self.captured_unsupported_reason()
+        if lacks is not None:
+            raise ValueError(f"step={step!r} needs {lacks}; use step='static', which any model runs")
+
+    def compiled_unsupported_reason(self) -> str | None:
+        """The requirement of a compiled step that the base does not meet; None without any."""
+        if self.profile.keeps_state:
+            return KEEPS_STATE
+        if self.profile.is_sharded:
+            return "a model in one place, and this one is sharded (device_map)"
+        if packed_as(self.base) is None:
+            return "engine='packed' or 'int8', whose layers are compiled ahead on a CPU"
+        return layers_unsupported_reason(self.base)
+
+    def captured_unsupported_reason(self) -> str | None:
+        """The requirement of a captured step that the base does not meet; None without any."""
+        devices = self.profile.devices
+        if self.profile.keeps_state:
+            return KEEPS_STATE
+        if self.profile.is_sharded or len(devices) > 1:
+            return (
+                f"a model on one CUDA device, and this one is sharded over {', '.join(devices)} (device_map)"
+            )
+        if not devices[0].startswith("cuda"):
+            return f"a model on a CUDA device, got one on {devices[0]}"
+        return None
 
     def compiled_pass(self) -> tuple[CompiledPass, float]:
         """The base's passes, and the seconds that getting them took; the heads are compiled with them.
@@ -97,7 +144,7 @@ class Steps:
     def fastest(self) -> StepKind:
         """The kind that "auto" stands for: captured on one CUDA device, else general. Heads that guess one
         token after the other read their guesses on the host."""
-        is_bound = isinstance(self.heads, AutoregressiveHead) or captured_unsupported_reason(self.base)
+        is_bound = isinstance(self.heads, AutoregressiveHead) or self.captured_unsupported_reason()
         return "general" if is_bound else "captured"
 
     def takes(self, step: StepKind, drafter: Drafter, request: DecodeRequest) -> bool:
@@ -117,13 +164,15 @@ class Steps:
             ValueError: such steps do not run on this base, or cannot decode this request.
         """
         if step not in self._checked:
-            check_step(step, self.base)
+            self.check(step)
             self._checked.add(step)
         if step == "compiled":
             compiled, seconds = self.compiled_pass()
-            runner = runner_for(self.base, drafter.aux_layers, drafter.needs_features, compiled.verify)
+            runner = runner_for(
+                self.base, self.profile, drafter.aux_layers, drafter.needs_features, compiled.verify
+            )
             return StepPlan(runner, setup_seconds=seconds)
-        runner = runner_for(self.base, drafter.aux_layers, drafter.needs_features)
+        runner = runner_for(self.base, self.profile, drafter.aux_layers, drafter.needs_features)
         if step == "general":
             return StepPlan(runner)
         checked = static_drafter(step, drafter, request)
@@ -133,6 +182,9 @@ class Steps:
             captured = None
         rows = StaticRows(self.base, checked, captured)
         return StepPlan(runner, rows)
+
+    def _runner_for(self, drafter: Drafter, run: Callable[..., tuple[Tensor, Tensor]] = verify) -> Runner:
+        return runner_for(self.base, self.profile, drafter.aux_layers, drafter.needs_features, run)
 
     def runner_of_many(
         self, step: StepKind, layers: tuple[int, ...] = (), keeps_features: bool = False
@@ -145,57 +197,10 @@ class Steps:
             ValueError: steps of this kind have one shape for a whole answer.
         """
         if step in ("auto", "general"):
-            return runner_for(self.base, layers, keeps_features)
+            return runner_for(self.base, self.profile, layers, keeps_features)
         if step != "compiled":
             raise ValueError(
                 f"step={step!r} runs steps of one shape, and a batch that rows join changes its own; use "
                 "step='general', or 'compiled' with engine='packed' or 'int8' on a CPU"
             )
-        return runner_for(self.base, layers, keeps_features, self.compiled_pass()[0].verify)
-
-
-def check_step(step: str, base: CausalLM) -> None:
-    """Raise ValueError, with the reason, unless steps of this kind run on ``base``."""
-    if step not in get_args(StepKind):
-        raise ValueError(f"step must be one of {get_args(StepKind)}, got {step!r}")
-    if step not in ("auto", "general") and is_recurrent(base):
-        raise ValueError(
-            f"step={step!r} needs a base whose layers are all attention, and {type(base).__name__} keeps a "
-            "state, whose passes have no fixed shape; use step='general'"
-        )
-    lacks = _UNSUPPORTED_REASON[step](base) if step in _UNSUPPORTED_REASON else None
-    if lacks is not None:
-        raise ValueError(f"step={step!r} needs {lacks}; use step='static', which any model runs")
-
-
-def compiled_unsupported_reason(base: CausalLM) -> str | None:
-    """The requirement of a compiled step that ``base`` does not meet; None without any."""
-    if is_recurrent(base):
-        return "a base whose layers are all attention, and this one keeps a state"
-    if _is_sharded(base):
-        return "a model in one place, and this one is sharded (device_map)"
-    if packed_as(base) is None:
-        return "engine='packed' or 'int8', whose layers are compiled ahead on a CPU"
-    return layers_unsupported_reason(base)
-
-
-def captured_unsupported_reason(base: CausalLM) -> str | None:
-    """The requirement of a captured step that ``base`` does not meet; None without any."""
-    if is_recurrent(base):
-        return "a base whose layers are all attention, and this one keeps a state"
-    devices = sorted({str(parameter.device) for parameter in base.parameters()})
-    if _is_sharded(base) or len(devices) > 1:
-        return f"a model on one CUDA device, and this one is sharded over {', '.join(devices)} (device_map)"
-    if not devices[0].startswith("cuda"):
-        return f"a model on a CUDA device, got one on {devices[0]}"
-    return None
-
-
-_UNSUPPORTED_REASON: dict[str, Callable[[CausalLM], str | None]] = {
-    "compiled": compiled_unsupported_reason,
-    "captured": captured_unsupported_reason,
-}
-
-
-def _is_sharded(base: CausalLM) -> bool:
-    return len(set(getattr(base, "hf_device_map", {}).values())) > 1
+        return runner_for(self.base, self.profile, layers, keeps_features, self.compiled_pass()[0].verify)

@@ -17,9 +17,9 @@ import torch
 from transformers import PreTrainedModel
 
 from medusa.acceptance.protocol import independent_chains
-from medusa.base.causal_lm import CausalLM, lm_head, lm_head_device, vocab_size
+from medusa.base.causal_lm import CausalLM, lm_head, lm_head_device
 from medusa.base.loading import BaseSource, find_base, load_base, load_tokenizer
-from medusa.base.recurrent import is_recurrent
+from medusa.base.profile import BaseProfile
 from medusa.drafters.autoregressive import AutoregressiveDrafter
 from medusa.drafters.draft_model import (
     DraftModelDrafter,
@@ -75,6 +75,10 @@ class DraftHost(Protocol):
     @property
     def engine_base(self) -> CausalLM:
         """The base model as the engine runs it."""
+
+    @property
+    def profile(self) -> BaseProfile:
+        """The facts about the base."""
 
     @property
     def engine(self) -> Engine:
@@ -161,7 +165,7 @@ def _mtp(host: DraftHost, settings: DrafterSettings) -> AutoregressiveDrafter:
     """With the layers that come with the base, as deep as they are many unless ``settings`` say otherwise."""
     head = own_head(host.base, settings.draft_length)
     return AutoregressiveDrafter(
-        head.to(lm_head_device(host.base)).eval(), host.engine_base, tree_of(settings, head.num_heads)
+        head.to(host.profile.device).eval(), host.engine_base, tree_of(settings, head.num_heads)
     )
 
 
@@ -176,12 +180,12 @@ def _draft_model(host: DraftHost, settings: DrafterSettings) -> DraftModelDrafte
         draft_model = _loaded_beside(host, source)
     check_draft_vocabulary(host.base, draft_model)
     check_draft_device(host.base, draft_model)
-    return DraftModelDrafter(draft_model, vocab_size(host.base), tree_of(settings))
+    return DraftModelDrafter(draft_model, host.profile.vocab_size, tree_of(settings))
 
 
 def _loaded_beside(host: DraftHost, source: BaseSource) -> CausalLM:
     """The model at ``source`` as the base of ``host`` runs: its engine, its precision, its device."""
-    home = lm_head_device(host.base)
+    home = host.profile.device
     if home.type == "cpu" and host.base.dtype == torch.float32:
         return apply_engine(load_for_engine(source, host.engine), host.engine)
     loaded: Any = load_base(source, dtype=host.base.dtype)
@@ -195,7 +199,7 @@ def _missing_draft_model(host: DraftHost, settings: DrafterSettings) -> str | No
 
 
 def _missing_exit_layer(host: DraftHost, settings: DrafterSettings) -> str | None:
-    if is_recurrent(host.base):
+    if host.profile.keeps_state:
         return NO_STATE
     if settings.exit_layer is not None:  # there is no good default
         return None
@@ -228,7 +232,7 @@ DRAFTERS: dict[str, NamedDrafter] = {
             "low-precision",
             lambda host, settings: LowPrecisionDrafter(low_precision(host.base), tree_of(settings)),
             lambda host, settings: (
-                NO_STATE if is_recurrent(host.base) else packed_unsupported_reason(host.base)
+                NO_STATE if host.profile.keeps_state else packed_unsupported_reason(host.base)
             ),
         ),
         NamedDrafter("plain", lambda host, settings: PlainDrafter()),
@@ -309,7 +313,7 @@ class DrafterFactory:
         models = self._host.tree_for(num_rows, step)
         of_heads = tree or (models if models.depth and not only_chain else None)
         paying = [part for part in parts if of_heads or only_chain or not DRAFTERS[part].needs_heads] or parts
-        in_chains = is_recurrent(self._host.base)
+        in_chains = self._host.profile.keeps_state
         drafters = []
         for part in paying:
             made, own = self._drafter(part), of_heads if DRAFTERS[part].needs_heads else tree

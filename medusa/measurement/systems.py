@@ -22,7 +22,6 @@ from medusa.acceptance.rules import rule_named
 from medusa.base.causal_lm import end_ids, lm_head, vocab_size
 from medusa.base.gguf_file import begins_as_gguf
 from medusa.base.loading import load_base
-from medusa.base.recurrent import is_recurrent
 from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import (
@@ -176,7 +175,7 @@ def _ours(
         drafter = drafters.make(name, only_chain=only_chain)
         try:
             kind = drafter.sampled_kind(required.draft_kinds[0])
-            required.require(kind, drafter.context_only, is_recurrent(model.base))
+            required.require(kind, drafter.context_only, model.profile.keeps_state)
         except ValueError as reason:
             return str(reason)
 
