@@ -26,7 +26,7 @@ from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
 from medusa.decoding.steps import Steps
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.references import References, SuffixCorpus, references_of
-from medusa.drafters.registry import MAX_OPTIONAL_NODES, DrafterFactory
+from medusa.drafters.registry import MAX_OPTIONAL_NODES, DraftCall, DrafterFactory
 from medusa.engine.engine_state import EngineState
 from medusa.engine.loading import PLACING, load_for_engine
 from medusa.hardware import multiplies_in_float32, release_threads
@@ -618,27 +618,22 @@ class MedusaModel:
         return MedusaOutput(sequences=cast(torch.LongTensor, sequences), statistics=statistics)
 
     def _drafter(self, options: _Options, request: DecodeRequest, step: StepKind) -> Drafter:
-        """The drafter of this call: the one that it names, else the fastest where the rule is exact, else the
-        heads in a tree or chain that the rule takes, else none."""
-        tree, drafter, num_rows = options.tree, options.drafter, len(request.tokens)
-        self._check_shape(tree)
-        if drafter is not None and not isinstance(drafter, str):
-            if tree is None:
-                return drafter
-            return drafter.with_tree(tree) if tree.depth else self._drafters.make("plain")
-        if drafter is None and tree is None and request.is_exact:
-            return self._drafters.default(num_rows, step, bool(request.references))
-        only_chain = request.rule is not None and request.rule.only_chains and tree is None
-        if drafter is None and tree is None and self.heads is None:
-            drafter = "plain"
-        elif drafter is None:
-            self._checked_tree(tree)
-            drafter = "heads"
-            if only_chain:
-                tree = CandidateTree.chain(self.tree_for(num_rows, step).depth)
-        if tree is None and self._drafters.is_idle(drafter, num_rows, step):
-            drafter = "plain"
-        return self._drafters.make(drafter, tree, num_rows=num_rows, step=step, only_chain=only_chain)
+        """The drafter of this call: see :meth:`medusa.drafters.registry.DrafterFactory.choose`."""
+        self._check_shape(options.tree)
+        if options.drafter is None:
+            self._checked_tree(options.tree)
+        rule = request.rule
+        return self._drafters.choose(
+            DraftCall(
+                len(request.tokens),
+                step,
+                options.drafter,
+                options.tree,
+                is_exact=request.is_exact,
+                only_chains=rule is not None and rule.only_chains,
+                has_references=bool(request.references),
+            )
+        )
 
     def _adaptive(
         self, options: _Options, request: DecodeRequest, step: StepKind, drafter: Drafter

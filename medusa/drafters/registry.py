@@ -273,6 +273,23 @@ def uses_model_heads(name: str) -> bool:
     return any(DRAFTERS[part].needs_heads for part in part_names(name))
 
 
+@dataclass(frozen=True)
+class DraftCall:
+    """What a call says about its drafter."""
+
+    num_rows: int
+    step: StepKind | None = None
+    """None is the model's own kind."""
+    drafter: Drafter | str | None = None
+    tree: CandidateTree | None = None
+    is_exact: bool = True
+    """Whether the text does not depend on the drafts."""
+    only_chains: bool = False
+    """Whether the acceptance rule walks one path."""
+    has_references: bool = False
+    """Whether a prediction or a corpus is given, which drafts can be copied from."""
+
+
 class DrafterFactory:
     """Makes the drafters of one model by name; slow work, such as loading a model, is done once."""
 
@@ -284,6 +301,44 @@ class DrafterFactory:
         """The names that work with this model and these settings, plain decoding left out."""
         found = (named for named in DRAFTERS.values() if named.name != "plain")
         return [named.name for named in found if not named.missing_requirement(self._host, self._settings)]
+
+    def choose(self, call: DraftCall) -> Drafter:
+        """The drafter of a call.
+
+        ========  =====  ======  ==============================================================
+        drafter=  tree=  rule    who drafts
+        ========  =====  ======  ==============================================================
+        object    none   any     this drafter
+        object    given  any     this drafter, in this tree
+        name      any    any     the drafter of this name, in this tree or its own
+        none      none   exact   :meth:`default`
+        none      none   others  the heads in the model's tree, or in a chain of its depth where
+                                 the rule takes only chains; nobody without heads
+        none      given  any     the heads, in this tree
+        ========  =====  ======  ==============================================================
+
+        Nobody drafts in a tree of one node, be it the call's or the one tuned for this number of rows.
+
+        Raises:
+            ValueError: as :meth:`make`.
+        """
+        name, tree, step = call.drafter, call.tree, call.step
+        if name is not None and not isinstance(name, str):
+            if tree is None:
+                return name
+            return name.with_tree(tree) if tree.depth else PlainDrafter()
+        only_chain = call.only_chains and tree is None
+        if name is None and tree is None:
+            if call.is_exact:
+                return self.default(call.num_rows, step, call.has_references)
+            if self._host.heads is None:
+                return PlainDrafter()
+            if only_chain:
+                tree = CandidateTree.chain(self._host.tree_for(call.num_rows, step).depth)
+        name = name or "heads"
+        if tree is None and self._is_idle(name, call.num_rows, step):
+            return PlainDrafter()
+        return self.make(name, tree, num_rows=call.num_rows, step=step, only_chain=only_chain)
 
     def make(
         self,
@@ -335,7 +390,7 @@ class DrafterFactory:
             return BestPathDrafter(drafter)
         return drafter
 
-    def is_idle(self, name: str, num_rows: int, step: StepKind | None = None) -> bool:
+    def _is_idle(self, name: str, num_rows: int, step: StepKind | None) -> bool:
         """Whether ``name`` drafts nothing: only heads, with a tuned tree of one node for ``num_rows``
         rows."""
         only_heads = all(DRAFTERS[part].needs_heads for part in part_names(name))
