@@ -34,7 +34,7 @@ from medusa.decoding.accept import RowsFailed
 from medusa.decoding.adaptive import AdaptiveDrafting
 from medusa.decoding.runners import Runner
 from medusa.decoding.state import DecodeRequest, DecodeState, PrefixCache, Row, num_shared
-from medusa.decoding.static import StaticRows
+from medusa.decoding.static_rows import StaticRows
 from medusa.decoding.statistics import DecodingStatistics, PhaseClock
 from medusa.decoding.step import (
     RowOutput,

@@ -9,7 +9,7 @@ computed (by the base's modules or compiled ahead), which cache they need, and w
   Where two scores are so close that plain decoding could choose the other, the row's text is read again token
   by token, and the pass is run again without guesses.
 
-Steps of fixed shape are run by :mod:`medusa.decoding.static`.
+Steps of fixed shape are run by :mod:`medusa.decoding.static_rows`.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,15 +37,10 @@ from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM, lm_head, verify
 from medusa.base.profile import BaseProfile
+from medusa.decoding.cuda_graphs import KeptRunners, warn_not_captured
 from medusa.decoding.runners import Runner, runner_for
 from medusa.decoding.state import DecodeRequest
-from medusa.decoding.static import (
-    StaticRows,
-    StepRunner,
-    static_drafter,
-    static_obstacle,
-    warn_of_static_steps,
-)
+from medusa.decoding.static_rows import StaticRows, static_drafter, static_obstacle
 from medusa.drafters.protocol import Drafter
 from medusa.engine.compiled import CompiledPass, layers_unsupported_reason, library_paths
 from medusa.engine.libraries import library_errors
@@ -74,7 +69,7 @@ class Steps:
     def __init__(self, base: CausalLM, heads: Heads | None = None):
         self.base, self.heads = base, heads
         self.profile = BaseProfile.of(base)
-        self.captured: dict[Hashable, StepRunner] = {}
+        self.captured = KeptRunners()
         self._checked: set[str] = set()
         self._lock = threading.Lock()
         self._pass: CompiledPass | None = None
@@ -152,8 +147,7 @@ class Steps:
         where capturing has failed before, with no other processors."""
         if step == "general":
             return True
-        kinds = {type(each) for each in request.processors}
-        if any(not runner.captures and runner.processors <= kinds for runner in self.captured.values()):
+        if self.captured.has_failed_with(frozenset(map(type, request.processors))):
             return False
         return static_obstacle(drafter, request) is None and alteration_of(self.base) is None
 
@@ -178,7 +172,7 @@ class Steps:
         checked = static_drafter(step, drafter, request)
         captured = self.captured if step == "captured" else None
         if captured is not None and (alteration := alteration_of(self.base)) is not None:
-            warn_of_static_steps(f"the base has got {alteration}, which a replay leaves out")
+            warn_not_captured(f"the base has got {alteration}, which a replay leaves out")
             captured = None
         rows = StaticRows(self.base, checked, captured)
         return StepPlan(runner, rows)

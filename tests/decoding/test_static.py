@@ -32,8 +32,10 @@ from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, 
 from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
 from medusa.base.causal_lm import new_cache
 from medusa.decoding.batch import StepResult
+from medusa.decoding.cuda_graphs import MAX_KEPT
 from medusa.decoding.state import DecodeRequest
-from medusa.decoding.static import MAX_KEPT, StaticState, rounded_slots
+from medusa.decoding.static import StaticState
+from medusa.decoding.static_rows import rounded_slots
 from medusa.decoding.steps import Steps
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
