@@ -107,7 +107,8 @@ def _accept_by_walking(
 
 def _accept_sampled(state: DecodeState, draft: Draft, logits: Tensor) -> Acceptance:
     """The path that a rule for sampled drafts accepts. Its noise is independent of the drafter's."""
-    rule, seeds = state.request.rule, state.seeds
+    rule = state.request.rule
+    seeds = state.seeds
     assert rule is not None and seeds is not None and draft.proposal is not None
     scores = node_scores(state, draft, logits)
     sampled = SampledDraft(draft.tokens, draft.topology, scores.softmax(-1), draft.proposal)

@@ -73,7 +73,8 @@ class DraftCost:
         self.node: float | None = None
         """The time that one more node adds to a drafted step, as a fraction of a step with the root only;
         None while unknown."""
-        self._tokens, self._time = 1.0, 1.0  # of the last drafted steps
+        self._tokens = 1.0  # of the last drafted steps, decayed
+        self._time = 1.0  # theirs
         self.num_drafted = 0
         """Drafted steps since a ratio was taken."""
         self.num_since_node = 0
@@ -128,7 +129,8 @@ class DraftCost:
 
     def count(self, tokens_per_row: float, num_nodes: int) -> None:
         """Count a drafted step of ``num_nodes`` nodes that gave ``tokens_per_row`` tokens a row."""
-        self.num_drafted, self.num_since_node = self.num_drafted + 1, self.num_since_node + 1
+        self.num_drafted += 1
+        self.num_since_node += 1
         self._tokens = MEMORY * self._tokens + tokens_per_row
         self._time = MEMORY * self._time + self.relative(num_nodes)
 
@@ -142,8 +144,10 @@ class DraftCosts:
     def plain_seconds(self, num_rows: int) -> float | None:
         """The time of a step of ``num_rows`` rows that drafts nothing, of whatever kind; None while
         unknown."""
-        found = (cost.plain_seconds for (_, rows), cost in self.known.items() if rows == num_rows)
-        return next((seconds for seconds in found if seconds is not None), None)
+        for (_, rows), cost in self.known.items():
+            if rows == num_rows and cost.plain_seconds is not None:
+                return cost.plain_seconds
+        return None
 
     def adaptive(
         self, drafter: Drafter, in_float32: bool, step: StepKind, num_rows: int
@@ -168,7 +172,8 @@ class AdaptiveDrafting:
     """
 
     def __init__(self, cost: DraftCost, fallback: Drafter | None = None):
-        self.cost, self.fallback = cost, fallback or PlainDrafter()
+        self.cost = cost
+        self.fallback = fallback or PlainDrafter()
         self._no_drafter = PlainDrafter()
         self._balance = 0.0
         self._interval = FIRST_INTERVAL
@@ -207,17 +212,16 @@ class AdaptiveDrafting:
         ``path_logprob`` (B, N) is a field of :class:`medusa.drafters.protocol.Draft`."""
         if path_logprob.shape[1] == 1:
             return 1
-        probabilities = [
-            sum(map(math.exp, each)) / len(each) for each in zip(*path_logprob.tolist(), strict=True)
-        ]
-        num_likely = sum(each >= OPTIONAL_NODE_PROB for each in probabilities)
+        of_nodes = zip(*path_logprob.tolist(), strict=True)  # for each node, its log-probability in each row
+        probabilities = [sum(map(math.exp, logprobs)) / len(logprobs) for logprobs in of_nodes]
+        num_likely = sum(probability >= OPTIONAL_NODE_PROB for probability in probabilities)
         self._is_learning = self.cost.min_accept_prob is None
         tried = min(most, max(2, LEARNING_PASS // len(path_logprob)))
         if self._is_learning:  # some of two sizes, to learn from
             return tried if self.cost.num_since_node % 2 else tried // 2
         if self._is_trial:
             return tried
-        num_paying = sum(each >= self.min_accept_prob for each in probabilities)
+        num_paying = sum(probability >= self.min_accept_prob for probability in probabilities)
         return max(1, min(num_paying, max(most, num_likely)))
 
     def record(
@@ -228,7 +232,7 @@ class AdaptiveDrafting:
         used_fallback: bool = False,
         num_nodes: int = 1,
     ) -> None:
-        """Records the result of the step that :attr:`drafts` was asked about, or the sum over ``num_steps``
+        """Record the result of the step that :attr:`drafts` was asked about, or the sum over ``num_steps``
         steps.
 
         ``seconds`` is None where something else than stepping took part, such as compiling. A burst of steps
@@ -236,32 +240,49 @@ class AdaptiveDrafting:
         about costs. ``num_nodes`` counts the verified nodes, the root and replayed tokens included; any
         number will do where all steps verify equally many.
         """
-        before, self._drafted_step = self._drafted_step, None
+        step_seconds = None if seconds is None else seconds / num_steps
+        last_drafted = self._drafted_step
+        self._drafted_step = None
         if used_fallback:
             self._settle(tokens_per_row, num_steps, self.cost.plain_steps(num_nodes))
             self._asks_fallback = self._balance > -MAX_DEBT
             if self._asks_fallback:
                 self._num_plain = 0
         elif self.drafts:
-            cost, price, self._asks_fallback = self.cost, self.cost.plain_steps(num_nodes), True
-            cost.count(tokens_per_row / num_steps, num_nodes)
-            if price is not None:
-                self._settle(tokens_per_row, num_steps, price)
-                if self._balance == -MAX_DEBT:
-                    self._num_plain = max(1, round(self._interval * (price - 1)))
-                    self._interval = min(2 * self._interval, LAST_INTERVAL)
-            if not self._is_first:
-                if self.drafts and cost.wants_plain_step(is_certain=self._balance == MAX_CREDIT):
-                    self._num_plain = 1
-                if seconds is not None:
-                    self._drafted_step = num_nodes, seconds / num_steps
-                    if before is not None:
-                        cost.learn_node(before, self._drafted_step)
-            self._is_first = False
+            self._record_drafted(tokens_per_row, step_seconds, num_steps, num_nodes, last_drafted)
         else:
             self._num_plain -= 1
-            if seconds is not None and before is not None:
-                self.cost.learn(before[1], seconds / num_steps / self.cost.relative(num_nodes), before[0])
+            if step_seconds is not None and last_drafted is not None:
+                nodes, drafted_seconds = last_drafted
+                self.cost.learn(drafted_seconds, step_seconds / self.cost.relative(num_nodes), nodes)
+
+    def _record_drafted(
+        self,
+        tokens_per_row: float,
+        step_seconds: float | None,
+        num_steps: int,
+        num_nodes: int,
+        last_drafted: tuple[int, float] | None,
+    ) -> None:
+        """Record drafted steps: count them, pause where they have cost too much, and learn from their time.
+        ``last_drafted`` are nodes and seconds of the step before, if it drafted too."""
+        self._asks_fallback = True
+        self.cost.count(tokens_per_row / num_steps, num_nodes)
+        price = self.cost.plain_steps(num_nodes)
+        if price is not None:
+            self._settle(tokens_per_row, num_steps, price)
+            if self._balance == -MAX_DEBT:
+                self._num_plain = max(1, round(self._interval * (price - 1)))
+                self._interval = min(2 * self._interval, LAST_INTERVAL)
+        if self._is_first:
+            self._is_first = False
+            return
+        if self.drafts and self.cost.wants_plain_step(is_certain=self._balance == MAX_CREDIT):
+            self._num_plain = 1
+        if step_seconds is not None:
+            self._drafted_step = num_nodes, step_seconds
+            if last_drafted is not None:
+                self.cost.learn_node(last_drafted, self._drafted_step)
 
     def _settle(self, tokens_per_row: float, num_steps: int, price: float | None) -> None:
         """Add the tokens of ``num_steps`` drafted steps to the balance, and subtract their cost."""

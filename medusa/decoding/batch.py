@@ -32,8 +32,9 @@ from medusa.base.causal_lm import (
 )
 from medusa.decoding.accept import RowsFailed
 from medusa.decoding.adaptive import AdaptiveDrafting
+from medusa.decoding.prefix_cache import PrefixCache, num_shared
 from medusa.decoding.runners import Runner
-from medusa.decoding.state import DecodeRequest, DecodeState, PrefixCache, Row, num_shared
+from medusa.decoding.state import DecodeRequest, DecodeState, Row
 from medusa.decoding.static_rows import StaticRows
 from medusa.decoding.statistics import DecodingStatistics, PhaseClock
 from medusa.decoding.step import (

@@ -6,7 +6,6 @@ the result, refuses options that tree decoding cannot honour, and strips the lef
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -78,19 +77,15 @@ def decode_request(
     _check_supported(generation_config, acceptance, model_inputs)
     if input_ids.dtype == torch.bool or input_ids.is_floating_point() or input_ids.is_complex():
         raise ValueError(f"input_ids must be whole numbers, torch.long, got {input_ids.dtype}")
-    tensors = (input_ids, attention_mask, model_inputs.get("position_ids"))
-    ids: Any
-    given = [each for each in tensors if each is not None]
-    together = torch.cat([sent(each.long().flatten(), input_ids.device) for each in given]).cpu()  # one read
-    parts = iter(together.split([each.numel() for each in given]))
-    ids, mask, positions = (None if each is None else next(parts).view(each.shape) for each in tensors)
+    ids, mask, positions = _on_host(input_ids, attention_mask, model_inputs.get("position_ids"))
     _check_ids(ids, base)
     padding = _padding(ids, mask)
     _check_positions(positions, padding, ids.shape[1])
     prompts = tuple(row[width:].tolist() for row, width in zip(ids, padding, strict=True))
     device = lm_head_device(base)
     input_ids = sent(input_ids.long(), device)
-    do_sample, ends = generation_config.do_sample, _Ends.of(stopping_criteria)
+    do_sample = generation_config.do_sample
+    ends = _Ends.of(stopping_criteria)
     max_new_tokens = max(1, ends.max_length - input_ids.shape[1])
     lengths = list(map(len, prompts))
     check_positions(base, lengths, max_new_tokens)
@@ -118,6 +113,19 @@ def decode_request(
     )
 
 
+def _on_host(
+    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The three as long tensors of the host, in one copy: it waits for the device once."""
+    tensors = [input_ids, attention_mask, position_ids]
+    present = [tensor for tensor in tensors if tensor is not None]
+    flat = torch.cat([sent(tensor.long().flatten(), input_ids.device) for tensor in present]).cpu()
+    parts = iter(flat.split([tensor.numel() for tensor in present]))
+    ids, mask, positions = (None if tensor is None else next(parts).view(tensor.shape) for tensor in tensors)
+    assert ids is not None
+    return ids, mask, positions
+
+
 def check_arguments(arguments: dict[str, Any]) -> None:
     """Raise ValueError for an argument that would be ignored, or would have ``generate`` ignore the rest."""
     config = arguments.get("generation_config")
@@ -139,8 +147,8 @@ def with_stop_strings(
     """The arguments with ``stop_strings`` as a criterion: ``generate`` hands a custom method no tokenizer."""
     arguments = dict(arguments)
     tokenizer = arguments.pop("tokenizer", None)
-    given = getattr(arguments.get("generation_config"), "stop_strings", None)
-    stop_strings = arguments.pop("stop_strings", None) or given or base.generation_config.stop_strings
+    of_config = getattr(arguments.get("generation_config"), "stop_strings", None)
+    stop_strings = arguments.pop("stop_strings", None) or of_config or base.generation_config.stop_strings
     if not stop_strings:
         return arguments
     tokenizer = default_tokenizer() if tokenizer is None else tokenizer
@@ -175,11 +183,12 @@ def _check_supported(
             f"acceptance must be 'exact', 'typical' (lossy) or a rule for sampled drafts "
             f"({', '.join(RULES)}), got {acceptance!r}"
         )
-    asked = [name for name in UNAVAILABLE_OUTPUTS if getattr(config, name, False)]
-    if asked and config.return_dict_in_generate:  # transformers too reads them only with it
-        raise ValueError(f"{', '.join(asked)} not available: a verified tree has no single row per step")
+    outputs = [name for name in UNAVAILABLE_OUTPUTS if getattr(config, name, False)]
+    if outputs and config.return_dict_in_generate:  # transformers too reads them only with it
+        raise ValueError(f"{', '.join(outputs)} not available: a verified tree has no single row per step")
     for name in CACHE_ARGUMENTS:
-        if (cache := model_inputs.get(name)) is not None and holds_text(cache):
+        cache = model_inputs.get(name)
+        if cache is not None and holds_text(cache):
             raise ValueError(f"{name} must be left out: a tree needs medusa's own cache")
     if model_inputs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds is not supported: drafts are tokens; pass input_ids")
@@ -240,8 +249,8 @@ def _check_positions(position_ids: Tensor | None, padding: list[int], width: int
             f"got {position_ids.shape[-1]}"
         )
     for axis in position_ids if position_ids.dim() == 3 else position_ids[None]:
-        for row, given in enumerate(axis.tolist()):
-            if given[padding[row] :] != list(range(width - padding[row])):
+        for row_positions, num_padding in zip(axis.tolist(), padding, strict=False):
+            if row_positions[num_padding:] != list(range(width - num_padding)):
                 raise ValueError("position_ids must count each prompt's tokens from 0; leave them out")
 
 
@@ -277,20 +286,28 @@ class _Ends:
 
     @classmethod
     def of(cls, criteria: StoppingCriteriaList) -> _Ends:
-        lengths = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
-        eos = [each.eos_token_id.tolist() for each in criteria if type(each) is EosTokenCriteria]
-        others = [each for each in criteria if type(each) not in (MaxLengthCriteria, EosTokenCriteria)]
+        max_lengths = []
+        eos_ids: set[int] = set()
+        others = StoppingCriteriaList()
+        for criterion in criteria:
+            if type(criterion) is MaxLengthCriteria:
+                max_lengths.append(criterion.max_length)
+            elif type(criterion) is EosTokenCriteria:
+                eos_ids.update(criterion.eos_token_id.tolist())
+            else:
+                others.append(criterion)
         return cls(
-            max_length=min(lengths),
-            eos_ids=frozenset(itertools.chain.from_iterable(eos)),
-            others=StoppingCriteriaList(others),
-            rows_end_alone=any(hasattr(each, "eos_token_id") for each in criteria),
+            max_length=min(max_lengths),
+            eos_ids=frozenset(eos_ids),
+            others=others,
+            rows_end_alone=any(hasattr(criterion, "eos_token_id") for criterion in criteria),
         )
 
     @property
     def watching(self) -> list[StoppingCriteria]:
         """The criteria that may keep state or know rows by their index."""
-        return [each for each in self.others if type(each) not in (StopStringCriteria, MaxTimeCriteria)]
+        stateless = (StopStringCriteria, MaxTimeCriteria)
+        return [criterion for criterion in self.others if type(criterion) not in stateless]
 
 
 def _needs_lockstep(
@@ -301,11 +318,12 @@ def _needs_lockstep(
     if is_exact(acceptance, samples):
         waits_for_all = num_rows > 1 and bool(ends.others) and not ends.rows_end_alone
         return bool(watching or ends.watching) or waits_for_all
-    asked = [*watching, *(ends.watching if num_rows > 1 else [])]
-    if asked:
+    called_once = [*watching, *(ends.watching if num_rows > 1 else [])]
+    if called_once:
+        names = ", ".join(type(callback).__name__ for callback in called_once)
         raise ValueError(
-            f"{', '.join(type(each).__name__ for each in asked)} must be called once for each position, and "
-            f"acceptance={acceptance!r} looks at all nodes of a tree; use acceptance='exact'"
+            f"{names} must be called once for each position, and acceptance={acceptance!r} "
+            "looks at all nodes of a tree; use acceptance='exact'"
         )
     return False
 

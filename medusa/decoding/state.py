@@ -1,11 +1,6 @@
-"""Decode state: the request, the running rows, and the prefix cache.
+"""Decode state: the request and the running rows.
 
 No model is called here; :mod:`medusa.decoding.step` moves the state forward.
-
-Keys and values of a text depend only on its tokens, so a request with the same first tokens can start from a
-copy of them: the next turn of a conversation does not prefill its history again. :class:`PrefixCache` keeps
-them when rows end, up to a limit of memory; the least recently used go first. It is never shared between
-owners: the length of the cached prefix, and the time to answer, would tell others the text token by token.
 
 Arguments and attributes called ``known`` repeat a tensor's numbers on the host, where the caller has them:
 reading the tensor would wait for the GPU.
@@ -13,7 +8,7 @@ reading the tensor would wait for the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -152,8 +147,9 @@ class Row:
     def take_error(self) -> Exception:
         """The exception that made the row fail, which the row then drops: the traceback knows the pass, its
         cache and this row, and such a cycle stays in memory until the next full garbage collection."""
-        error, self.error = self.error, None
+        error = self.error
         assert error is not None
+        self.error = None
         return error
 
 
@@ -190,16 +186,16 @@ class DecodeState:
     @property
     def padding(self) -> list[Tensor]:
         """As in a request, of these rows."""
-        given = [row.padding for row in self.rows]
-        if all(each is None for each in given):
+        padding = [row.padding for row in self.rows]
+        if all(tokens is None for tokens in padding):
             return []
-        return [self.tokens[0, :0] if each is None else each for each in given]
+        return [self.tokens[0, :0] if tokens is None else tokens for tokens in padding]
 
     @property
     def references(self) -> list[References]:
         """As in a request, of these rows."""
-        given = [row.references for row in self.rows]
-        return [] if all(each is NO_REFERENCES for each in given) else given
+        references = [row.references for row in self.rows]
+        return [] if all(texts is NO_REFERENCES for texts in references) else references
 
     @property
     def known_lengths(self) -> list[int]:
@@ -218,16 +214,18 @@ class DecodeState:
         """As :attr:`medusa.drafters.protocol.DraftContext.temperature`."""
         if self.seeds is None:
             return 1.0
-        given = [0.0 if row.request.seeds is None else row.request.temperature for row in self.rows]
-        if len(set(given)) == 1:
-            return given[0]
-        return torch.tensor(given, device=self.lengths.device)[:, None, None]
+        temperatures = [0.0 if row.request.seeds is None else row.request.temperature for row in self.rows]
+        if len(set(temperatures)) == 1:
+            return temperatures[0]
+        return torch.tensor(temperatures, device=self.lengths.device)[:, None, None]
 
     def noise(self, vocab_size: int) -> UpcomingNoise | None:
         """The noise that chooses the tokens after the root; 0 in greedy rows, None where all are."""
-        seeds, lengths, sampled = self.seeds, self.lengths, self.sampled_rows
+        seeds = self.seeds
         if seeds is None:
             return None
+        lengths = self.lengths
+        sampled = self.sampled_rows
 
         def draw(first: int, last: int) -> Tensor:
             positions = lengths[:, None] + torch.arange(first, last, device=lengths.device)
@@ -241,27 +239,32 @@ class DecodeState:
 
     def rows_by_processors(self, rows: list[int]) -> list[tuple[LogitsProcessorList, list[int]]]:
         """Logits processors, and the indices of the rows that share them; rows without any form one group."""
-        found: dict[int, tuple[LogitsProcessorList, list[int]]] = {}
-        for place, row in enumerate(rows):
+        groups: dict[int, tuple[LogitsProcessorList, list[int]]] = {}
+        for index, row in enumerate(rows):
             processors = self.rows[row].request.processors
-            found.setdefault(id(processors) if processors else 0, (processors, []))[1].append(place)
-        return list(found.values())
+            _, members = groups.setdefault(id(processors) if processors else 0, (processors, []))
+            members.append(index)
+        return list(groups.values())
 
     def append(self, new_tokens: list[list[int]], on_device: tuple[Tensor, Tensor] | None = None) -> None:
         """Add each row's new tokens. ``on_device`` are the same tokens on the device, (B, L) long, and their
         number in each row, (B,) long; entries beyond that number are not read."""
-        reach, counts = self.known_lengths, [len(new) for new in new_tokens]
+        known_lengths = self.known_lengths
+        counts = [len(new) for new in new_tokens]
         if on_device is None:
             filled = [[*new] + [0] * (max(counts) - len(new)) for new in new_tokens]
             on_device = self.tokens.new_tensor(filled), self.lengths.new_tensor(counts)
         tokens, num_new = on_device
-        needed = max(reach) + tokens.shape[1]
+        needed = max(known_lengths) + tokens.shape[1]
         if needed > self.tokens.shape[1]:
             self.tokens = torch.nn.functional.pad(self.tokens, (0, needed + 256 - self.tokens.shape[1]))
         columns = self.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         self.tokens.scatter_(1, columns, tokens)
         self.lengths = self.lengths + num_new
-        self.known = self.lengths, [length + count for length, count in zip(reach, counts, strict=True)]
+        self.known = (
+            self.lengths,
+            [length + count for length, count in zip(known_lengths, counts, strict=True)],
+        )
 
     def commit(
         self,
@@ -282,7 +285,9 @@ class DecodeState:
         index = torch.tensor(kept, dtype=torch.long, device=self.lengths.device)
         self.rows = [self.rows[row] for row in kept]
         known = [self.known_lengths[row] for row in kept]
-        self.tokens, self.lengths, self.hidden = self.tokens[index], self.lengths[index], self.hidden[index]
+        self.tokens = self.tokens[index]
+        self.lengths = self.lengths[index]
+        self.hidden = self.hidden[index]
         self.known = self.lengths, known
         self.cache.keep_rows(index)
         self.rule_state = None if self.rule_state is None else self.rule_state.rows(index)
@@ -302,10 +307,8 @@ class DecodeState:
                     "alone"
                 )
         if self.seeds is not None or other.seeds is not None:
-            ours, theirs = (
-                state.lengths * 0 if state.seeds is None else state.seeds for state in (self, other)
-            )
-            self.seeds = torch.cat([ours, theirs])
+            seeds = [state.lengths * 0 if state.seeds is None else state.seeds for state in (self, other)]
+            self.seeds = torch.cat(seeds)
         self.rows = self.rows + other.rows
         self.tokens = torch.cat(_as_wide(self.tokens, other.tokens))
         known = self.known_lengths + other.known_lengths
@@ -318,7 +321,8 @@ class DecodeState:
         """How many of the ``new`` tokens of row ``index`` belong to its answer, and whether the last of them
         ends it."""
         row = self.rows[index]
-        request, num_before = row.request, len(row.tokens)
+        request = row.request
+        num_before = len(row.tokens)
         if self.lockstep_batch is not None:
             return len(new), self.lockstep_batch.has_ended(row.index)
         for count, token in enumerate(new, start=1):
@@ -330,7 +334,8 @@ class DecodeState:
 
     def _criteria_met(self, index: int, new: list[int]) -> bool:
         """Ask the stopping criteria about one row, padded as the caller's batch was."""
-        row, so_far = self.rows[index], self.tokens[index, : self.known_lengths[index]]
+        row = self.rows[index]
+        so_far = self.tokens[index, : self.known_lengths[index]]
         parts = [*([] if row.padding is None else [row.padding]), so_far, so_far.new_tensor(new)]
         return bool(row.request.criteria(torch.cat(parts)[None], None).any())
 
@@ -342,86 +347,3 @@ def _as_wide(first: Tensor, second: Tensor) -> list[Tensor]:
     widths = (max(0, -missing), max(0, missing))
     both = zip((first, second), widths, strict=True)
     return [each if not more else torch.nn.functional.pad(each, (*fill, 0, more)) for each, more in both]
-
-
-# ------------------------------------------------------------------ prefixes that rows leave
-
-
-@dataclass(frozen=True)
-class _Kept:
-    owner: Hashable
-    ids: tuple[int, ...]
-    prefix: TreeCache
-
-
-class PrefixCache:
-    """Prefixes of one base, ``max_bytes`` of keys, values and features at most, of all owners together; 0
-    keeps none. Owners are whatever the caller tells them by."""
-
-    def __init__(self, max_bytes: int):
-        if max_bytes < 0:
-            raise ValueError(f"max_bytes must be at least 0, got {max_bytes}")
-        self.max_bytes = max_bytes
-        self.num_cut = 0
-        """Texts that were cut to their leading part, or dropped, because they exceed the bound."""
-        self._kept: list[_Kept] = []  # the least recently used first
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory held."""
-        return sum(each.prefix.num_bytes for each in self._kept)
-
-    def longest(self, ids: Sequence[int], owner: Hashable = None) -> tuple[TreeCache | None, int]:
-        """The entry of this owner with the longest common prefix with ``ids``, and its length; counts as a
-        use."""
-        ids = tuple(ids)
-        shared = [num_shared(each.ids, ids) if each.owner == owner else 0 for each in self._kept]
-        if not any(shared):
-            return None, 0
-        best = shared.index(max(shared))
-        used = self._kept.pop(best)
-        self._kept.append(used)
-        return used.prefix, shared[best]
-
-    def is_known(self, ids: Sequence[int], owner: Hashable = None) -> bool:
-        """Whether something that is kept for this owner begins with ``ids``."""
-        return any(each.owner == owner and num_shared(each.ids, ids) == len(ids) for each in self._kept)
-
-    def keep_row(self, ids: list[int], cache: TreeCache, index: int, owner: Hashable = None) -> None:
-        """Keep a copy of row ``index`` of ``cache``, whose tokens are ``ids``, as far as there is room; rows
-        that are cut are counted."""
-        if not self.max_bytes:
-            return
-        length = min(len(ids), self.max_bytes // max(1, cache.bytes_per_token))
-        self.num_cut += length < len(ids)
-        if length and not self.is_known(ids[:length], owner):
-            prefix = cache.copy_of_row(index, length)
-            self.keep(ids[: prefix.longest], prefix, owner)
-
-    def keep(self, ids: Sequence[int], prefix: TreeCache, owner: Hashable = None) -> None:
-        """Keep ``prefix``, the cache of exactly ``ids``; entries that it continues are dropped."""
-        ids = tuple(ids)
-        if not ids or prefix.num_bytes > self.max_bytes or self.is_known(ids, owner):
-            return
-        self._kept = [
-            each for each in self._kept if each.owner != owner or num_shared(each.ids, ids) < len(each.ids)
-        ]
-        self._kept.append(_Kept(owner, ids, prefix))
-        while self.num_bytes > self.max_bytes:
-            del self._kept[0]
-
-
-def num_shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two texts have in common from the start."""
-    low, high = 0, min(len(first), len(second))
-    first, second = tuple(first), tuple(second)
-    while low < high:  # the first ``low`` agree, and some of the first ``high + 1`` do not
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -129,7 +129,8 @@ class PhaseClock:
     """Host time by phase, written into statistics."""
 
     def __init__(self, statistics: DecodingStatistics, now: Callable[[], float] = time.perf_counter):
-        self.statistics, self.now = statistics, now
+        self.statistics = statistics
+        self.now = now
         self.began = self.last = now()
 
     def start(self) -> None:
@@ -140,9 +141,16 @@ class PhaseClock:
         """From the last start to the last lap."""
         return self.last - self.began
 
+    def _since_last(self) -> float:
+        """The time since the last lap, which ends here."""
+        now = self.now()
+        elapsed = now - self.last
+        self.last = now
+        return elapsed
+
     def lap(self, phase: str) -> None:
         """Count the time since the last lap as a phase of a step, or as "prefill"."""
-        elapsed, self.last = self.now() - self.last, self.now()
+        elapsed = self._since_last()
         if phase == "prefill":
             self.statistics.prefill_seconds += elapsed
         else:
@@ -151,6 +159,6 @@ class PhaseClock:
 
     def lap_whole(self, setup_seconds: float = 0.0) -> None:
         """As :meth:`lap`, of steps that have no phases; ``setup_seconds`` of it were spent on setting up."""
-        elapsed, self.last = self.now() - self.last, self.now()
+        elapsed = self._since_last()
         self.statistics.setup_seconds += setup_seconds
         self.statistics.decode_seconds += elapsed - setup_seconds

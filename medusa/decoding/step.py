@@ -204,7 +204,8 @@ class _Outcome:
 
 def _read(verified: Verified, acceptance: Acceptance) -> _Outcome:
     """The outcome, in one copy from the device: the host waits for it once."""
-    draft, num_rows = verified.draft, len(verified.draft.tokens)
+    draft = verified.draft
+    num_rows = len(draft.tokens)
     broken = acceptance.is_broken
     nothing = acceptance.num_accepted.new_zeros(num_rows, 1)
     columns = {
@@ -243,7 +244,8 @@ def _output(state: DecodeState, verified: Verified, acceptance: Acceptance, outc
         raise RowsFailed(failed) from ValueError("the base model's logits are not numbers (NaN)")
     outputs = []
     for index, row in enumerate(state.rows):
-        new, drafted = outcome.tokens[index], outcome.depths[index]
+        new = outcome.tokens[index]
+        drafted = outcome.depths[index]
         num_kept, has_ended = state.num_until_end(index, new)
         logprobs = _logprobs(row.request, verified.logits[index], outcome.paths[index], new)
         outputs.append(

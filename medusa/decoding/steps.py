@@ -67,7 +67,8 @@ class Steps:
     """Runs the steps of one base and its heads; compiled libraries and captured graphs are kept."""
 
     def __init__(self, base: CausalLM, heads: Heads | None = None):
-        self.base, self.heads = base, heads
+        self.base = base
+        self.heads = heads
         self.profile = BaseProfile.of(base)
         self.captured = KeptRunners()
         self._checked: set[str] = set()
@@ -171,7 +172,8 @@ class Steps:
             return StepPlan(runner)
         checked = static_drafter(step, drafter, request)
         captured = self.captured if step == "captured" else None
-        if captured is not None and (alteration := alteration_of(self.base)) is not None:
+        alteration = None if captured is None else alteration_of(self.base)
+        if alteration is not None:
             warn_not_captured(f"the base has got {alteration}, which a replay leaves out")
             captured = None
         rows = StaticRows(self.base, checked, captured)

@@ -25,8 +25,8 @@ from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import cache_bytes_per_token
 from medusa.decoding import batch as batch_module
 from medusa.decoding.batch import MAX_OVERTAKES, Batch, BatchLimits, QueueFull, Row
+from medusa.decoding.prefix_cache import PrefixCache
 from medusa.decoding.runners import Runner
-from medusa.decoding.state import PrefixCache
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 
 EOS = 11
