@@ -9,12 +9,14 @@ positions, and no row attends to another.
 Memory is bounded by ``max_slots``. When the rows outgrow it, the one that joined last is preempted: it goes
 back into the queue, and its text so far is prefilled again later. This does not change its tokens either.
 
+Who is prefilled, decodes or steps back is decided in :mod:`medusa.decoding.scheduler`, by lengths alone. Here
+the decisions are carried out with tensors.
+
 One thread at a time may use a batch.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections import deque
@@ -34,17 +36,20 @@ from medusa.decoding.accept import RowsFailed
 from medusa.decoding.adaptive import AdaptiveDrafting
 from medusa.decoding.prefix_cache import PrefixCache, num_shared
 from medusa.decoding.runners import Runner
+from medusa.decoding.scheduler import Chunk, Phase, Prefill, Scheduler, SchedulerLimits
 from medusa.decoding.state import DecodeRequest, DecodeState, Row
 from medusa.decoding.static_rows import StaticRows
 from medusa.decoding.statistics import DecodingStatistics, PhaseClock
 from medusa.decoding.step import (
+    GeneralStepper,
     RowOutput,
+    StepBurst,
     StepOutput,
-    decode_step,
+    Stepper,
     prefill_request,
     sampled_kind,
 )
-from medusa.drafters.protocol import Drafter, DraftValidator
+from medusa.drafters.protocol import Drafter
 from medusa.drafters.references import References
 from medusa.hardware import available_memory, release_threads, sent
 from medusa.options import check_at_least
@@ -53,40 +58,18 @@ PREFIX_TOKENS = 32768
 """Tokens that the prefix cache holds at most, unless its size is given."""
 UNKNOWN_MEMORY = 4 * 2**30
 """Bytes of free memory that are assumed where the system does not report them."""
-MAX_OVERTAKES = 16
-"""How often shorter rows may start before a waiting row that does not fit yet."""
-
-
-LEAST_CHUNK = 16
-"""Tokens of a prompt that are read at once at least: fewer take hardly less time."""
-
-
-class QueueFull(RuntimeError):
-    """The queue is full."""
 
 
 @dataclass(frozen=True)
-class BatchLimits:
-    """The limits of a batch."""
+class BatchLimits(SchedulerLimits):
+    """The limits of a batch. :meth:`in_memory` sets those of memory from bytes."""
 
-    max_rows: int = 16
-    """Requests that decode together."""
-    max_slots: int = 32768
-    """Cache slots of all rows together. Each row takes as many as the longest one, rounded up to a multiple
-    of 256. :meth:`in_memory` converts from bytes."""
-    max_waiting: int = 64
-    """Requests that wait."""
-    chunk: int = 256
-    """Prompt tokens that are prefilled between two decode steps, over all rows."""
-    by_time: bool = False
-    """Whether a token of a prompt counts by the time that it takes: behind thousands of others it takes
-    several times as long, and all others wait for it. At least :data:`LEAST_CHUNK` tokens are read."""
     prefix_bytes: int = 256 * 2**20
     """Size of the prefix cache: keys and values of ended texts, for requests with the same beginning."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "max_rows", "max_slots", "chunk")
-        check_at_least(self, 0, "max_waiting", "prefix_bytes")
+        super().__post_init__()
+        check_at_least(self, 0, "prefix_bytes")
 
     def in_memory(
         self, base: CausalLM, cache_bytes: int | None = None, prefix_bytes: int | None = None
@@ -114,27 +97,20 @@ class StepResult:
     """The depth at which each token was drafted; 0 for the base model's own."""
 
 
-@dataclass
-class _Prefill:
+@dataclass(eq=False)
+class _Prefill(Prefill[Row]):
     """The rows of one request during prefill."""
 
-    rows: list[Row]
     request: DecodeRequest
     """The request, with the answer so far appended to the prompt."""
     prefix: TreeCache
     """The cache of these rows: the part of their prompts that is prefilled."""
-    seconds: float = 0.0
-    """The time of a token in the last chunk."""
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return max(map(len, self.request.prompts))
-
-    @property
-    def num_remaining(self) -> int:
-        """How many of them are not prefilled yet."""
-        return self.longest - self.prefix.longest
+    @classmethod
+    def after(cls, prefix: TreeCache, rows: list[Row], request: DecodeRequest) -> _Prefill:
+        """The prefill of what ``prefix`` lacks of ``request``."""
+        longest = max(map(len, request.prompts))
+        return cls(rows, longest, prefix.longest, prefix.capacity, request, prefix)
 
 
 class Batch:
@@ -167,20 +143,23 @@ class Batch:
         self.num_drafted = 0
         """Draft tokens that were verified."""
         self.prefixes = PrefixCache(limits.prefix_bytes)
-        self.waiting: deque[Row] = deque()
-        self._runner, self._static = runner, static
-        self._make_drafter, self.staleness_check = make_drafter, staleness_check
-        self._max_nodes = max_nodes
-        self._clock, self._validator = PhaseClock(self.statistics), DraftValidator(runner.profile.vocab_size)
-        self._prefills: list[_Prefill] = []  # oldest first; see `_begin_prefill` for their lengths
-        self._least_seconds = float("inf")  # of a token of a prompt
-        self._has_read = False  # whether the last call of `step` was prefill
+        self.staleness_check = staleness_check
+        self._runner = runner
+        self._stepper: Stepper = GeneralStepper(runner) if static is None else static
+        self._make_drafter = make_drafter
+        self._clock = PhaseClock(self.statistics)
         self._state: DecodeState | None = None  # the rows that decode; None without any
-        self._num_joined = 0
         self._drafters: dict[tuple[int, bool], tuple[Drafter, AdaptiveDrafting | None]] = {}
         self._last_drafter: Drafter | None = None  # of the last step; what it keeps covers all but new rows
         self._has_joined = False  # whether rows have joined since the last step
-        self._context, self._device = runner.profile.context, runner.profile.device
+        self._scheduler: Scheduler[Row, _Prefill] = Scheduler(
+            limits, GROWTH_STEP, max_nodes, runner.profile.context
+        )
+
+    @property
+    def waiting(self) -> deque[Row]:
+        """The queue, first come first."""
+        return self._scheduler.waiting
 
     @property
     def num_rows(self) -> int:
@@ -191,17 +170,17 @@ class Batch:
     @property
     def num_prefilling(self) -> int:
         """Rows in prefill."""
-        return sum(len(prefill.rows) for prefill in self._prefills)
+        return self._scheduler.num_prefilling
 
     @property
     def is_busy(self) -> bool:
         """Whether there is anything to do in a step."""
-        return bool(self._state or self.waiting or self._prefills)
+        return self._scheduler.is_busy
 
     @property
     def num_slots(self) -> int:
         """Cache slots that are allocated for rows in prefill and rows that decode; at most ``max_slots``."""
-        in_prefill = sum(prefill.prefix.capacity for prefill in self._prefills)
+        in_prefill = sum(prefill.prefix.capacity for prefill in self._scheduler.prefills)
         state = self._state
         return in_prefill + (0 if state is None else len(state.rows) * state.cache.capacity)
 
@@ -209,27 +188,24 @@ class Batch:
         """Put ``row`` into the queue.
 
         Raises:
-            QueueFull: too many wait already.
+            medusa.decoding.scheduler.QueueFull: too many wait already.
             ValueError: it cannot share forward passes with others, or can never fit; or base or heads have
                 changed since the batch was made.
         """
         self.staleness_check(True)
         self.check(row.request)
-        if self.free_capacity < 1:
-            raise QueueFull(f"{len(self.waiting)} requests wait already")
-        self.waiting.append(row)
+        self._scheduler.add(row)
 
     def start(self, request: DecodeRequest) -> list[Row]:
         """Start the rows of ``request`` together, in an empty batch that no other request will join."""
         rows = [Row(request, index=index) for index in range(len(request.lengths))]
-        self._prefills = [_Prefill(rows, request, self._runner.new_cache(len(rows)))]
+        self._scheduler.start(_Prefill.after(self._runner.new_cache(len(rows)), rows, request))
         return rows
 
     @property
     def free_capacity(self) -> int:
         """How many more requests can be added now: free rows plus free places in the queue."""
-        free_rows = max(0, self.limits.max_rows - self.num_rows - len(self._prefills))
-        return self.limits.max_waiting + free_rows - len(self.waiting)
+        return self._scheduler.free_capacity
 
     def check(self, request: DecodeRequest) -> None:
         """Raise ValueError unless a batch like this can ever answer ``request``."""
@@ -240,33 +216,24 @@ class Batch:
                 "requests share passes only with acceptance='exact' and the logits processors and stopping "
                 "criteria of generate itself; call generate for this one"
             )
-        length, new = len(request.prompts[0]), request.max_new_tokens
-        given = f"prompt of {length} tokens + max_new_tokens={new}"
-        if self._context is not None and length + new > self._context:
-            raise ValueError(f"{given} must fit the {self._context} positions that rows of a batch may have")
-        if (taken := self._slots(1, length + new)) > self.limits.max_slots:
-            raise ValueError(f"{given} must fit max_slots={self.limits.max_slots}, and may take {taken}")
+        self._scheduler.check(len(request.prompts[0]), request.max_new_tokens)
 
     @property
     def max_tokens(self) -> int:
         """Tokens that a prompt and its answer may have together at most."""
-        most = self.limits.max_slots // GROWTH_STEP * GROWTH_STEP - self._max_nodes
-        return most if self._context is None else min(most, self._context)
+        return self._scheduler.max_tokens
 
     def cancel(self, row: Row) -> None:
         """Drop ``row`` wherever it is; nothing happens if it has ended."""
-        if row in self.waiting:
-            self.waiting.remove(row)
-        self._prefills = [prefill for prefill in self._prefills if row not in prefill.rows]
+        self._scheduler.cancel(row)
         row.finish_reason = row.finish_reason or "cancelled"
         self._drop_ended()
 
     def clear(self) -> None:
         """Drop all rows, and read nothing of their state: for use after any failure."""
-        self.waiting.clear()
-        self._state, self._last_drafter, self._prefills = None, None, []
-        if self._static is not None:
-            self._static.close()
+        self._scheduler.clear()
+        self._state = self._last_drafter = None
+        self._stepper.close()
 
     def step(self) -> list[RowOutput]:
         """Prefill up to ``chunk`` tokens, or run one decode step of all rows; where both are due, they
@@ -276,77 +243,42 @@ class Batch:
             ValueError: the weights have changed since the batch was made; the rows are unchanged.
         """
         self.staleness_check(False)
-        return [output for each in self.step_outputs() for output in each]
+        return [row_output for row_outputs in self.step_outputs() for row_output in row_outputs]
 
     @torch.inference_mode(False)  # a generator may be resumed outside of the inference_mode it began in
     @torch.no_grad()
     def step_outputs(self) -> list[list[RowOutput]]:
         """As :meth:`step`, with one list for each forward pass, since static steps run several per call. The
         caller calls ``staleness_check``."""
-        with pinned_attention(self._device):
-            self._has_read = bool(self.waiting or self._prefills) and not (self._state and self._has_read)
-            if self._has_read:
-                return [self._prefill_chunk()]
-            return self._decode() if self._state else []
+        with pinned_attention(self._runner.profile.device):
+            phase = self._scheduler.begin_call()
+            if phase is Phase.PREFILL:
+                return [self._prefill_chunks()]
+            return self._decode() if phase is Phase.DECODE else []
 
-    def _prefill_chunk(self) -> list[RowOutput]:
-        """Prefill up to ``chunk`` tokens: half of the budget, by time a quarter, is reserved for the oldest
-        prompt, the rest goes to shorter prompts first."""
+    def _prefill_chunks(self) -> list[RowOutput]:
+        """Prefill the chunks of this call."""
         outputs: list[RowOutput] = []
         self._clock.start()
-        budget = self.limits.chunk
-        reserved = budget // 4 if self.limits.by_time else budget - budget // 2
-        while budget > 0 and self._begin_prefill():
-            overtakes = len(self._prefills) > 1 and budget > reserved
-            prefill = self._prefills[-1 if overtakes else 0]
-            share, cost = budget - reserved if overtakes else budget, self._cost(prefill)
-            max_tokens = share if cost == 1 else max(min(share, LEAST_CHUNK), int(share / cost))
+        while (chunk := self._next_chunk()) is not None:
+            prefill = chunk.prefill
             try:
-                if prefill.num_remaining > max_tokens:
-                    self._read_chunk(prefill, max_tokens)
-                    budget -= math.ceil(max_tokens * cost)
-                elif self._state and not self._fits(prefill.longest, len(self._prefills)):
-                    self._postpone(prefill)  # the others have grown meanwhile
-                    break
-                else:
-                    budget -= math.ceil(prefill.num_remaining * cost)
-                    self._prefills.remove(prefill)
+                if chunk.is_last:
                     outputs += self._finish_prefill(prefill)
+                else:
+                    self._read_chunk(chunk)
             except Exception as error:  # a request that breaks the pass fails alone
-                self._prefills = [each for each in self._prefills if each is not prefill]
+                self._scheduler.drop_prefill(prefill)
                 outputs += [self._failed(row, _cause(error)) for row in prefill.rows]
         self._clock.lap("prefill")
         return outputs
 
-    def _cost(self, prefill: _Prefill) -> float:
-        """How many of the cheapest tokens of a prompt one of ``prefill`` takes the time of; 1 where nobody
-        waits for it, or the budget counts tokens."""
-        is_alone = self._state is None and len(self._prefills) == 1
-        if is_alone or not self.limits.by_time or not prefill.seconds:
-            return 1.0
-        return max(1.0, prefill.seconds / self._least_seconds)
-
-    def _begin_prefill(self) -> bool:
-        """Start one more prefill if a waiting request may; whether any prefill is running then.
-
-        A request may overtake a running prefill if it is at most half as long as what that one still lacks.
-        It may overtake a waiting request that does not fit yet, MAX_OVERTAKES times.
-        """
-        max_length = self._prefills[-1].num_remaining / 2 if self._prefills else float("inf")
-        overtaken = []
-        for row in self.waiting:
-            length = len(row.prompt) + len(row.tokens)
-            if not self._has_room_for(length):
-                if row.num_overtaken >= MAX_OVERTAKES:
-                    break
-                overtaken.append(row)
-            elif length <= max_length:
-                for each in overtaken:
-                    each.num_overtaken += 1
-                self.waiting.remove(row)
-                self._prefills.append(self._prefill_of(row))
-                break
-        return bool(self._prefills)
+    def _next_chunk(self) -> Chunk[_Prefill] | None:
+        """The tokens to read next; before that, one more prefill starts if one may."""
+        row = self._scheduler.next_to_start()
+        if row is not None:
+            self._scheduler.start(self._prefill_of(row))
+        return self._scheduler.next_chunk()
 
     def _prefill_of(self, row: Row) -> _Prefill:
         """The prefill of ``row``, from its longest cached prefix on."""
@@ -356,45 +288,24 @@ class Batch:
         request = replace(row.request, tokens=tokens, lengths=lengths, known_prompts=(ids,))
         prefix, row.num_reused = self._known_prefix(ids, row.owner)
         row.num_read = row.num_reused
-        return _Prefill([row], request, prefix)
-
-    def _has_room_for(self, length: int) -> bool:
-        """Whether one more row of ``length`` tokens fits, with room for each row to grow by GROWTH_STEP."""
-        num_others = self.num_rows + len(self._prefills)
-        if not num_others:
-            return True
-        return num_others < self.limits.max_rows and self._fits(length, len(self._prefills) + 1, GROWTH_STEP)
-
-    def _fits(self, length: int, num_joining: int, growth: int = 0) -> bool:
-        """Whether ``num_joining`` more rows, of at most ``length`` tokens, fit even if every row grows by
-        ``growth`` tokens."""
-        in_prefill = [prefill.longest for prefill in self._prefills]
-        longest = max(length, 0 if self._state is None else self._state.cache.longest, *in_prefill, 0)
-        return self._slots(self.num_rows + num_joining, longest + growth) <= self.limits.max_slots
-
-    def _postpone(self, prefill: _Prefill) -> None:
-        """Drop ``prefill``; its rows are the next in the queue."""
-        self._prefills.remove(prefill)
-        self.waiting.extendleft(prefill.rows)
-
-    def _slots(self, num_rows: int, longest: int) -> int:
-        """Cache slots of ``num_rows`` rows with ``longest`` tokens and a tree."""
-        return num_rows * -(-(longest + self._max_nodes) // GROWTH_STEP) * GROWTH_STEP
+        return _Prefill.after(prefix, [row], request)
 
     def _known_prefix(self, ids: list[int], owner: Hashable) -> tuple[TreeCache, int]:
         """A copy of the longest cached prefix of ``ids`` that this owner has, from a running row or the
         prefix cache, and its length. The last token is always left out: its pass gives the logits of the
         first new token."""
         prefix, length = self.prefixes.longest(ids[:-1], owner)
-        state, source = self._state, -1
-        for index, row in enumerate(() if state is None else state.rows):
+        state = self._state
+        source = None  # the running row that shares more
+        for index, row in enumerate([] if state is None else state.rows):
             if row.owner != owner:
                 continue
             committed = (row.prompt + row.tokens)[:-1]
             shared = num_shared(committed, ids[:-1])
             if shared > length:
-                length, source = shared, index
-        if source >= 0 and state is not None:
+                length = shared
+                source = index
+        if source is not None and state is not None:
             cache = state.cache.copy_of_row(source, length)
         elif prefix is not None:
             cache = prefix.copy_of_row(0, length)
@@ -402,15 +313,15 @@ class Batch:
             cache = self._runner.new_cache(1)
         return cache, cache.longest  # 0 rather than `length` where a recurrent state is past the prefix
 
-    def _read_chunk(self, prefill: _Prefill, num_tokens: int) -> None:
-        """Prefill the next ``num_tokens`` tokens."""
+    def _read_chunk(self, chunk: Chunk[_Prefill]) -> None:
+        """Prefill a chunk that is not the last one."""
+        prefill = chunk.prefill
+        num_tokens = chunk.num_tokens
         prefix = prefill.prefix
         known = [length + num_tokens for length in prefix.known_lengths]
         began = time.perf_counter()
         self._runner.prefill(prefill.request.tokens, prefix.lengths + num_tokens, prefix, known=known)
-        if num_tokens >= LEAST_CHUNK:
-            prefill.seconds = (time.perf_counter() - began) / num_tokens
-            self._least_seconds = min(prefill.seconds, 1.02 * self._least_seconds)  # forgets an odd one
+        self._scheduler.chunk_read(chunk, prefix.capacity, time.perf_counter() - began)
         for row in prefill.rows:
             row.num_read = prefix.longest
 
@@ -430,16 +341,16 @@ class Batch:
         )
         state.sampled = sampled
         self.statistics.num_rows += sum(not row.tokens for row in rows)
-        for row in rows:
-            row.order, self._num_joined = self._num_joined, self._num_joined + 1
+        self._scheduler.join(rows)
         self._has_joined = True
         try:
             if self._state is None:
                 self._state = state
             else:
+                # A long row that has left may have left its slots, which every row that joins would get too.
+                self._free_surplus(len(rows))
                 longest = max(self._state.cache.longest, state.cache.longest)
-                room = self.limits.max_slots // self._slots(1, longest)
-                self._state.join(state, min(self.limits.max_rows, room))
+                self._state.join(state, self._scheduler.most_rows(longest))
         except Exception as error:  # the new rows may be in the caches of some layers and not of others
             return self._all_failed(error, rows)
         row_outputs = self._emit(output)
@@ -454,16 +365,12 @@ class Batch:
         has_changed = self._has_joined or drafter is not self._last_drafter
         if has_changed:
             drafter.reset(len(state.rows), self._last_drafter)
-            self._last_drafter, self._has_joined = drafter, False
+            self._last_drafter = drafter
+            self._has_joined = False
         self._clock.start()
         selected = drafter if adaptive is None else adaptive.select_drafter(drafter)
-        num_run, setup_seconds = 1, 0.0
         try:
-            if self._static is None:
-                outputs = [decode_step(self._runner, selected, state, self._clock, self._validator, adaptive)]
-            else:
-                outputs, num_run, setup_seconds = self._static.advance(state, selected is drafter)
-                self._clock.lap_whole(setup_seconds)
+            burst = self._stepper.advance(state, selected, selected is drafter, self._clock, adaptive)
         except RowsFailed as failed:
             row_outputs = [self._failed(row, _cause(failed)) for row in failed.rows]
             self._drop_ended()
@@ -472,9 +379,9 @@ class Batch:
         except Exception as error:
             return [self._all_failed(error)]
         # Steps that also set something up say nothing about the time of a step.
-        seconds = None if has_changed or setup_seconds else self._clock.step_seconds
-        self._record(outputs, selected is drafter, adaptive, num_run, seconds)
-        emitted = [self._emit(output) for output in outputs]
+        seconds = None if has_changed or burst.setup_seconds else self._clock.step_seconds
+        self._record(burst, selected is drafter, adaptive, seconds)
+        emitted = [self._emit(output) for output in burst.outputs]
         self._drop_ended()
         return emitted
 
@@ -488,77 +395,76 @@ class Batch:
 
     def _record(
         self,
-        outputs: list[StepOutput],
+        burst: StepBurst,
         drafts: bool,
         adaptive: AdaptiveDrafting | None,
-        num_run: int,
         seconds: float | None,
     ) -> None:
         """Count steps and report them to ``adaptive``; ``drafts`` is False if ``adaptive`` had a fallback
         draft, or nobody.
 
-        ``seconds`` is the time of ``num_run`` steps, steps after the end of the text included, which emit no
-        token; see :meth:`medusa.decoding.adaptive.AdaptiveDrafting.record`.
+        ``seconds`` is the time of all steps, those after the end of the text included, which emit no token;
+        see :meth:`medusa.decoding.adaptive.AdaptiveDrafting.record`.
         """
-        tokens_per_row, first = 0.0, outputs[0]
-        for output in outputs:
-            kept = [len(each.tokens) - 1 for each in output.rows if each.tokens]
+        tokens_per_row = 0.0
+        for output in burst.outputs:
+            kept = [len(row_output.tokens) - 1 for row_output in output.rows if row_output.tokens]
             self.statistics.record_step(kept, output.max_depth, not drafts and output.max_depth == 0)
             self.num_drafted += output.num_drafted * len(kept)
             tokens_per_row += 1 + sum(kept) / len(kept)
         if adaptive is not None:
-            used_fallback = not drafts and first.max_depth > 0
-            num_nodes = 1 + first.num_drafted + first.num_replayed
-            times = tokens_per_row, seconds, num_run
-            adaptive.record(*times, used_fallback=used_fallback, num_nodes=num_nodes)
+            first = burst.outputs[0]
+            adaptive.record(
+                tokens_per_row,
+                seconds,
+                burst.num_steps,
+                used_fallback=not drafts and first.max_depth > 0,
+                num_nodes=1 + first.num_drafted + first.num_replayed,
+            )
 
     def _emit(self, output: StepOutput) -> list[RowOutput]:
         """Add the tokens of a step to the answers of its rows. Rows that ended earlier, which static steps
         keep in the batch, are left out."""
-        row_outputs = [each for each in output.rows if each.row.finish_reason is None]
-        for each in row_outputs:
-            row = each.row
-            row.tokens.extend(each.tokens)
-            if each.has_ended:
+        row_outputs = [row_output for row_output in output.rows if row_output.row.finish_reason is None]
+        for row_output in row_outputs:
+            row = row_output.row
+            row.tokens.extend(row_output.tokens)
+            if row_output.has_ended:
                 is_full = len(row.tokens) >= row.request.max_new_tokens
-                is_end = each.tokens[-1] in row.request.eos_ids
+                is_end = row_output.tokens[-1] in row.request.eos_ids
                 row.finish_reason = "length" if is_full and not is_end else "stop"
         return row_outputs
 
     def _make_room(self) -> None:
-        """While the rows need more than ``max_slots``: postpone the youngest prefill, else preempt the
-        youngest row."""
+        """Take preempted rows out of the batch, and free the slots that the others do not need."""
+        for row in self._scheduler.make_room():
+            self._drop([row])
+        self._free_surplus()
+
+    def _free_surplus(self, num_joining: int = 0) -> None:
+        """Free the slots that no token needs, where ``num_joining`` more rows make them too many."""
         assert self._state is not None
-        while True:
-            taken = self._slots(self.num_rows, self._state.cache.longest)
-            taken += sum(prefill.prefix.capacity for prefill in self._prefills)
-            if taken <= self.limits.max_slots:
-                break
-            if self._prefills:
-                self._postpone(self._prefills[-1])
-                continue
-            youngest = max(self._state.rows, key=lambda row: row.order)
-            self._drop([youngest])
-            self.waiting.appendleft(youngest)
-        if self.num_rows * self._state.cache.capacity > self.limits.max_slots:
+        if (self.num_rows + num_joining) * self._state.cache.capacity > self.limits.max_slots:
             self._state.cache.trim()
 
     def _all_failed(self, error: Exception, joining: Iterable[Row] = ()) -> list[RowOutput]:
         """End all rows that decode, and those ``joining``, with ``error``; the batch can go on without."""
         rows = dict.fromkeys([*([] if self._state is None else self._state.rows), *joining])
         self._state = self._last_drafter = None
+        self._scheduler.leave(rows)
         return [self._failed(row, error) for row in rows]
 
     def _failed(self, row: Row, error: Exception) -> RowOutput:
-        row.error, row.finish_reason = error, "error"
+        row.error = error
+        row.finish_reason = "error"
         return RowOutput(row)
 
     def _drop_ended(self) -> None:
         rows = [] if self._state is None else self._state.rows
         ended = [row for row in rows if row.finish_reason is not None]
-        # Static steps cannot shrink the batch: ended rows stay until all have ended.
-        keeps_all = self._static is not None and self._static.has_begun and len(ended) < len(rows)
-        self._drop([] if keeps_all else ended)
+        if self._stepper.keeps_ended_rows and len(ended) < len(rows):
+            return  # the batch cannot shrink: ended rows stay until all have ended
+        self._drop(ended)
 
     def _drop(self, dropped: list[Row]) -> None:
         """Remove rows from the batch; their keys and values go into the prefix cache."""
@@ -572,6 +478,7 @@ class Batch:
             if row.error is None:
                 ids = (row.prompt + row.tokens)[:-1]
                 self.prefixes.keep_row(ids, state.cache, index, row.owner)
+        self._scheduler.leave(dropped)
         num_kept = len(state.rows) - len(gone)
         # The last rows take the places of dropped ones, so that few rows are copied.
         last = [index for index in range(num_kept, len(state.rows)) if index not in gone]
@@ -606,10 +513,12 @@ def decode(
                 batch.staleness_check(False)
             for row_outputs in outputs:
                 result = StepResult([[] for _ in rows], [[] for _ in rows])
-                for each in row_outputs:
-                    if each.row.error is not None:
-                        raise each.row.take_error()
-                    result.tokens[each.row.index], result.depths[each.row.index] = each.tokens, each.depths
+                for row_output in row_outputs:
+                    row = row_output.row
+                    if row.error is not None:
+                        raise row.take_error()
+                    result.tokens[row.index] = row_output.tokens
+                    result.depths[row.index] = row_output.depths
                 yield result
     finally:
         batch.clear()

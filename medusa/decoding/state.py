@@ -135,6 +135,11 @@ class Row:
         return self.request.prompts[self.index]
 
     @property
+    def length(self) -> int:
+        """Tokens of its prompt and its answer so far."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
     def padding(self) -> Tensor | None:
         """The tokens (P,) long that padded it on the left in the caller's batch."""
         return self.request.padding[self.index] if self.request.padding else None

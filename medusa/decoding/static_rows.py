@@ -15,10 +15,12 @@ from torch import Tensor
 
 from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
 from medusa.base.causal_lm import CausalLM, lm_head_device
+from medusa.decoding.adaptive import AdaptiveDrafting
 from medusa.decoding.cuda_graphs import KeptRunners, StaticRunner, settings_of
 from medusa.decoding.state import DecodeRequest, DecodeState
 from medusa.decoding.static import STATIC_DRAFT_RULES, StaticState
-from medusa.decoding.step import RowOutput, StepOutput, depths_of
+from medusa.decoding.statistics import PhaseClock
+from medusa.decoding.step import RowOutput, StepBurst, StepOutput, depths_of
 from medusa.drafters.protocol import Drafter, StaticDrafter, is_builtin, not_capturable, raise_violated
 
 HOST_SYNC_INTERVALS = {"cpu": 1}
@@ -46,12 +48,23 @@ class StaticRows:
         self._lengths: list[int] = []  # of the rows, when the host last read them
         self._ends: list[int] = []  # the largest length of each row; its own length once it has ended
 
-    def advance(self, rows: DecodeState, drafts: bool) -> tuple[list[StepOutput], int, float]:
-        """The outputs of the next steps without empty ones; the number of steps, a repeated step after a
-        broken draft not counted; and the seconds of their setup.
+    def advance(
+        self,
+        state: DecodeState,
+        drafter: Drafter,
+        drafts: bool,
+        clock: PhaseClock,
+        adaptive: AdaptiveDrafting | None,
+    ) -> StepBurst:
+        """The next steps, drafted by this object's own drafter, or by nobody.
 
-        ``rows`` is read only at the first call, which takes over its keys and values.
+        ``state`` is read only at the first call, which takes over its keys and values.
         """
+        burst = self._burst(state, drafts)
+        clock.lap_whole(burst.setup_seconds)
+        return burst
+
+    def _burst(self, rows: DecodeState, drafts: bool) -> StepBurst:
         runner = self._runner or self._begin(rows)
         state = runner.state
         num_steps = min(self.interval, self._most_left)
@@ -65,10 +78,10 @@ class StaticRows:
             state.is_broken.fill_(False)
             seconds += runner.run(1, False)
             outputs += self._read(state, 1, False)[0]
-        return outputs, num_steps, seconds
+        return StepBurst(outputs, num_steps, seconds)
 
     @property
-    def has_begun(self) -> bool:
+    def keeps_ended_rows(self) -> bool:
         """Whether rows decode: from here on all of them stay, though some have ended."""
         return self._runner is not None
 

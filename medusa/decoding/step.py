@@ -2,7 +2,7 @@
 
 :func:`decode_step` is the general step, :func:`prefill_request` the first token of each row. Plain decoding
 is this step with a tree of one node. Each row of a batch advances by its own number of accepted tokens. Which
-rows take part is decided in :mod:`medusa.decoding.batch`, how a pass is run in
+rows take part is decided in :mod:`medusa.decoding.scheduler`, how a pass is run in
 :mod:`medusa.decoding.runners`, which nodes are accepted in :mod:`medusa.decoding.accept`.
 
 Shapes beside those of :mod:`medusa`: L = depth of the tree + 1.
@@ -11,6 +11,7 @@ Shapes beside those of :mod:`medusa`: L = depth of the tree + 1.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -63,6 +64,64 @@ class StepOutput:
     num_replayed: int = 0
     """Committed tokens that a recurrent base ran again in this pass (:mod:`medusa.base.recurrent`), of the
     row with most of them."""
+
+
+@dataclass(frozen=True)
+class StepBurst:
+    """The outputs of the steps that the host has started at once."""
+
+    outputs: list[StepOutput]
+    """Without those in which no row got a token."""
+    num_steps: int = 1
+    """All steps; a step that was repeated counts once."""
+    setup_seconds: float = 0.0
+    """The time that capturing took."""
+
+
+class Stepper(Protocol):
+    """The steps of one batch: :class:`GeneralStepper`, or :class:`medusa.decoding.static_rows.StaticRows`."""
+
+    @property
+    def keeps_ended_rows(self) -> bool:
+        """Whether the batch cannot shrink now: rows that have ended stay until all have."""
+
+    def advance(
+        self,
+        state: DecodeState,
+        drafter: Drafter,
+        drafts: bool,
+        clock: PhaseClock,
+        adaptive: AdaptiveDrafting | None,
+    ) -> StepBurst:
+        """The next steps of all rows of ``state``, drafted by ``drafter``; ``drafts`` is False where it only
+        stands in during a pause."""
+
+    def close(self) -> None:
+        """No step follows."""
+
+
+class GeneralStepper:
+    """Steps one at a time, as :func:`decode_step`."""
+
+    keeps_ended_rows = False
+
+    def __init__(self, runner: Runner):
+        self._runner = runner
+        self._validator = DraftValidator(runner.profile.vocab_size)
+
+    def advance(
+        self,
+        state: DecodeState,
+        drafter: Drafter,
+        drafts: bool,
+        clock: PhaseClock,
+        adaptive: AdaptiveDrafting | None,
+    ) -> StepBurst:
+        """One step."""
+        return StepBurst([decode_step(self._runner, drafter, state, clock, self._validator, adaptive)])
+
+    def close(self) -> None:
+        """Nothing is kept."""
 
 
 def decode_step(

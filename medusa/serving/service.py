@@ -27,7 +27,8 @@ from medusa.acceptance.grammar import (
 from medusa.acceptance.sampling import OccurrencePenalty
 from medusa.base.causal_lm import common_context, end_ids, vocab_size
 from medusa.conversations import as_template
-from medusa.decoding.batch import BatchLimits, QueueFull
+from medusa.decoding.batch import BatchLimits
+from medusa.decoding.scheduler import QueueFull
 from medusa.decoding.state import DecodeRequest
 from medusa.drafters.references import SuffixCorpus
 from medusa.model import MedusaModel

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 from medusa.acceptance.grammar import GrammarFailed
 from medusa.acceptance.sampling import TokenLogprobs
-from medusa.decoding.batch import Batch, QueueFull
+from medusa.decoding.batch import Batch
+from medusa.decoding.scheduler import QueueFull
 from medusa.decoding.state import DecodeRequest, Row
 from medusa.decoding.step import RowOutput
 from medusa.hardware import release_threads

@@ -24,9 +24,10 @@ from medusa import CandidateTree, MedusaModel
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import cache_bytes_per_token
 from medusa.decoding import batch as batch_module
-from medusa.decoding.batch import MAX_OVERTAKES, Batch, BatchLimits, QueueFull, Row
+from medusa.decoding.batch import Batch, BatchLimits, Row
 from medusa.decoding.prefix_cache import PrefixCache
 from medusa.decoding.runners import Runner
+from medusa.decoding.scheduler import MAX_OVERTAKES, QueueFull
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 
 EOS = 11
@@ -509,3 +510,22 @@ def test_by_time_a_short_prompt_waits_less_for_a_long_one_whose_tokens_take_long
         monkeypatch.setattr(Runner, "prefill", prefill)
     assert texts[True] == texts[False]
     assert waited[True] < waited[False] / 2
+
+
+def test_the_slots_that_a_long_row_leaves_are_freed_before_others_join():
+    model = model_of("llama")
+    batch = model.continuous_batch(BatchLimits(max_rows=4, max_slots=2048, prefix_bytes=0), plain=True)
+    options = {"do_sample": False}
+    long = Row(model.request(random_prompts(1, 510), max_new_tokens=4, **options))
+    others = [
+        Row(model.request(random_prompts(1, 3, seed), max_new_tokens=30, **options)) for seed in range(4)
+    ]
+    batch.add(long)
+    batch.add(others[0])
+    while long.finish_reason is None:
+        batch.step()
+    for row in others[1:]:
+        batch.add(row)
+    while batch.is_busy:
+        batch.step()
+        assert batch.num_slots <= 2048
