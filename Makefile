@@ -122,7 +122,7 @@ test-newest:
 check: lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_architecture.py
+	$(BIN)/python -m pytest tests/test_architecture.py tests/test_style.py
 
 format: .venv/.installed
 	$(BIN)/ruff check --fix .

@@ -328,7 +328,8 @@ class Batch:
     def _finish_prefill(self, prefill: _Prefill) -> list[RowOutput]:
         """Run the last chunk, choose each row's next token, and have the rows join the others unless this
         token ends them."""
-        rows, request = prefill.rows, prefill.request
+        rows = prefill.rows
+        request = prefill.request
         rule = request.rule  # `sampled_kind` raises, before the pass, if the drafter cannot draw for it
         drafter = None if rule is None else self._drafter_for(len(rows), request.references)[0]
         sampled = None if drafter is None else sampled_kind(drafter, request, self._runner)
@@ -388,9 +389,11 @@ class Batch:
     def _drafter_for(
         self, num_rows: int, references: Sequence[References]
     ) -> tuple[Drafter, AdaptiveDrafting | None]:
-        key = 1 << (num_rows - 1).bit_length(), bool(references)  # 9 to 16 rows share a drafter
+        most_rows = 1 << (num_rows - 1).bit_length()  # 9 to 16 rows share a drafter
+        has_references = bool(references)
+        key = most_rows, has_references
         if key not in self._drafters:
-            self._drafters[key] = self._make_drafter(*key)
+            self._drafters[key] = self._make_drafter(most_rows, has_references)
         return self._drafters[key]
 
     def _record(

@@ -83,8 +83,10 @@ class PrefixCache:
 
 def num_shared(first: Sequence[int], second: Sequence[int]) -> int:
     """How many tokens two texts have in common from the start."""
-    low, high = 0, min(len(first), len(second))
-    first, second = tuple(first), tuple(second)
+    first = tuple(first)
+    second = tuple(second)
+    low = 0
+    high = min(len(first), len(second))
     while low < high:  # the first ``low`` agree, and some of the first ``high + 1`` do not
         middle = (low + high + 1) // 2
         if first[low:middle] == second[low:middle]:

@@ -127,7 +127,10 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
     def __init__(
         self, limits: SchedulerLimits, growth_step: int, max_nodes: int = 1, context: int | None = None
     ):
-        self.limits, self.growth_step, self.max_nodes, self.context = limits, growth_step, max_nodes, context
+        self.limits = limits
+        self.growth_step = growth_step
+        self.max_nodes = max_nodes
+        self.context = context
         self.waiting: deque[AnyRow] = deque()
         self.prefills: list[AnyPrefill] = []
         """Oldest first. Each was at its start at most half as long as what the one before it lacked."""
@@ -187,7 +190,8 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
     def clear(self) -> None:
         """Drop all rows."""
         self.waiting.clear()
-        self.prefills, self.running = [], []
+        self.prefills = []
+        self.running = []
 
     # ------------------------------------------------------------------ prefill
 
