@@ -19,7 +19,8 @@ EMBEDDED_BASE = "smollm2-135m-instruct"
 def cache_home() -> Path:
     """The cache directory: ``MEDUSA_CACHE``, else ``medusa`` in the user's cache directory. Perhaps it does
     not exist, or cannot be written."""
-    if named := os.environ.get("MEDUSA_CACHE"):
+    named = os.environ.get("MEDUSA_CACHE")
+    if named:
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "medusa"
 
@@ -171,7 +172,8 @@ def named_file(given: str | Path, suffix: str, what: str) -> Path:
     Raises:
         FileNotFoundError: there is neither; the message names what ships.
     """
-    path, names = Path(given), shipped_names(suffix)
+    path = Path(given)
+    names = shipped_names(suffix)
     if path.is_file():
         return path
     if str(given) in names:

@@ -82,7 +82,8 @@ def _parts(widths: Sequence[int], num_labels: int, width: int) -> list[list[int]
     """The columns of each partial table: labels first, then the others that fit."""
     labels = list(range(num_labels))
     taken = sum(widths[label] + GAP for label in labels)
-    parts, used = [[*labels]], taken
+    parts = [[*labels]]
+    used = taken
     for column in range(num_labels, len(widths)):
         if len(parts[-1]) > num_labels and used + widths[column] > width:
             parts.append([*labels])
@@ -160,10 +161,13 @@ class ProgressReporter:
 
     def __init__(self, label: str, console: Console | None = None, is_shown: bool = True):
         """``is_shown`` is false on every process of a launch but the main one."""
-        self.label, self.console, self.is_shown = label, console or log_console(), is_shown
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+        self.label = label
+        self.console = console or log_console()
+        self.is_shown = is_shown
         self._bar = Progress(
-            *columns,
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
             TextColumn("{task.fields[note]}"),
             console=self.console,
             transient=True,
@@ -194,7 +198,8 @@ class ProgressReporter:
         if self.console.is_terminal:
             self._bar.update(self._task, completed=fraction, note=note)
         elif now - self._last_line >= SECONDS_BETWEEN_LINES or (fraction == 1 and not self._has_ended):
-            self._last_line, self._has_ended = now, fraction == 1
+            self._last_line = now
+            self._has_ended = fraction == 1
             self.console.print(f"{self.label} {fraction:4.0%}: {note}", soft_wrap=True)
 
     def say(self, text: object) -> None:

@@ -96,14 +96,16 @@ def _message(turn: Any, role_key: str, content_key: str, where: str) -> Message:
             f"{where}: the role of a message must be one of {', '.join(ROLES)}, got {turn[role_key]!r:.80}; "
             "call it as one of these, or leave the message out"
         )
-    role, content = ROLES[called], turn.get(content_key)
+    role = ROLES[called]
+    content = turn.get(content_key)
     read = {role_key, content_key, *ANSWER_KEYS, *_IS_TRAINED}
     beside = {key: value for key, value in turn.items() if value is not None and key not in read}
     check_finite(beside, where)
     calls = turn.get("tool_calls") or [each for each in [turn.get("function_call")] if each]
     if called == "function_call":  # its content is the call, as JSON text
         found = parsed_json(checked_text(content, content_key, where), f"{where}: {content_key}")
-        calls, content = found if isinstance(found, list) else [found], None
+        calls = found if isinstance(found, list) else [found]
+        content = None
     text = "" if role == "assistant" and content is None else _content(content, where)
     message: Message = {"role": role, "content": text, **beside}
     for key in _REASONING:
@@ -206,7 +208,8 @@ def exchange(row: Mapping[str, Any], question: str, answer: str | None, origin: 
     Raises:
         ValueError: these cannot be read.
     """
-    system, history = _system(row, origin), row.get("history") or []
+    system = _system(row, origin)
+    history = row.get("history") or []
     are_pairs = isinstance(history, list) and all(isinstance(pair, list | tuple) for pair in history)
     if not are_pairs or any(len(pair) != 2 for pair in history):
         raise ValueError(
@@ -337,7 +340,8 @@ def _joins(tokenizer: Any, template: str) -> bool:
     """Whether ``template``, the tokenizer's own, writes arguments as they are, as DeepSeek's does.
     It must get text, where others write an object as JSON."""
     arguments = {"name": "value"}
-    of_text = _with_a_call(tokenizer, text := json.dumps(arguments))
+    text = json.dumps(arguments)
+    of_text = _with_a_call(tokenizer, text)
     of_object = _with_a_call(tokenizer, arguments)
     return text in of_text and (not of_object or repr(arguments) in of_object)
 
@@ -370,13 +374,15 @@ def refuse_beside_messages(row: Mapping[str, Any], origin: str) -> None:
 def refuse_beside_text(row: Mapping[str, Any], origin: str) -> None:
     """Raise ValueError where ``row`` says something of a conversation beside a text, which is none."""
     refuse_beside_messages(row, origin)
-    if told := next((key for key in row if str(key).lower() in _OF_A_SPEAKER and row[key] is not None), None):
+    told = next((key for key in row if str(key).lower() in _OF_A_SPEAKER and row[key] is not None), None)
+    if told:
         raise ValueError(
             f"{origin}: text must be the model's own words, and {told} says that somebody speaks, got "
             f"{row[told]!r:.40}; give the conversation as messages, a tree of messages with message_id, "
             f"parent_id, role and text in each row, or leave {told} out"
         )
-    if misplaced := [key for key in (*_SYSTEM, "history", *_FOR_THE_TEMPLATE) if row.get(key)]:
+    misplaced = [key for key in (*_SYSTEM, "history", *_FOR_THE_TEMPLATE) if row.get(key)]
+    if misplaced:
         raise ValueError(
             f"{origin}: {misplaced[0]} belongs to a conversation, got it beside text, which is trained on as "
             "it is; give messages in place of text, or leave it out"
@@ -400,7 +406,8 @@ def template_options(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
     Raises:
         ValueError: they are of another type, or would replace the model's template or how it is rendered.
     """
-    tools, kwargs = row.get("tools"), row.get("chat_template_kwargs")
+    tools = row.get("tools")
+    kwargs = row.get("chat_template_kwargs")
     if isinstance(tools, str):  # as data sets keep it whose rows must all be alike
         tools = parsed_json(tools, f"{origin}: tools") if tools.strip() else None
     if row.get("functions"):
@@ -413,7 +420,8 @@ def template_options(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
         is_list = isinstance(value, list) and all(isinstance(each, dict) for each in value)
         if value is not None and not is_list:
             raise ValueError(f"{origin}: {name} must be a list of objects, got {value!r:.80}")
-    if taken := sorted(reserved_names() & set(kwargs or ())):
+    taken = sorted(reserved_names() & set(kwargs or ()))
+    if taken:
         raise ValueError(
             f"{origin}: chat_template_kwargs are variables of the model's chat template, got {taken}, which "
             "say how it is rendered; leave them out"

@@ -107,7 +107,8 @@ def locked(
     """
     lock = lock or path / ".lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
-    until, is_told = time.monotonic() + seconds, False
+    until = time.monotonic() + seconds
+    is_told = False
     with lock.open("a+", encoding="utf-8") as file:
         while True:
             try:
@@ -165,7 +166,8 @@ class _EachKeyOnce(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := {name for name in names if names.count(name) > 1}:
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
             raise yaml.constructor.ConstructorError(
                 problem=f"{', '.join(sorted(twice))} is given more than once", problem_mark=node.start_mark
             )

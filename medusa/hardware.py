@@ -57,7 +57,8 @@ def release_threads() -> None:
     has two hundred of these, takes twice as long. So a thread that has computed lets go of its own when
     another one may compute next.
     """
-    if (release := _openmp_release()) is not None:
+    release = _openmp_release()
+    if release is not None:
         release(_SOFTLY)
 
 
@@ -110,7 +111,8 @@ def _control_groups(controller: str) -> list[Path]:
         is_second = kind[0] == "cgroup2"
         if not is_second and not (kind[0] == "cgroup" and controller in kind[-1].split(",")):
             continue
-        path, root = inside.get("" if is_second else controller, "/"), place[3]
+        path = inside.get("" if is_second else controller, "/")
+        root = place[3]
         below = PurePosixPath(path)
         below = below.relative_to(root) if below.is_relative_to(root) else PurePosixPath()
         mounted = Path(place[4])
@@ -135,7 +137,8 @@ def _left_in_control_groups() -> list[int]:
             ("memory.max", "memory.current", ""),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
         ):
-            most, taken = _number_in(group / limit), _number_in(group / used)
+            most = _number_in(group / limit)
+            taken = _number_in(group / used)
             if most is not None and taken is not None:
                 details = (group / "memory.stat").read_text().splitlines()
                 cached = (f"{total}active_file ", f"{total}inactive_file ")
@@ -163,8 +166,10 @@ def use_threads(wanted: int | None = None) -> None:
     OMP_NUM_THREADS, or of the cores of the machine; it is lowered to those that a container may use."""
     if wanted is not None:
         torch.set_num_threads(wanted)
-    elif "OMP_NUM_THREADS" not in os.environ and (cores := available_cores()) < torch.get_num_threads():
-        torch.set_num_threads(cores)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        cores = available_cores()
+        if cores < torch.get_num_threads():
+            torch.set_num_threads(cores)
 
 
 FEATURES = (
@@ -219,7 +224,8 @@ def measured_rates(
         width: of the square matrices to multiply.
     """
     kind = device.type if device.type in PROBE_BYTES else "cuda"
-    num_bytes, width = num_bytes or PROBE_BYTES[kind], width or PROBE_WIDTH[kind]
+    num_bytes = num_bytes or PROBE_BYTES[kind]
+    width = width or PROBE_WIDTH[kind]
     buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     left, right = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)

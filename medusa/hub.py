@@ -61,7 +61,8 @@ def hub_directory(
     Raises:
         FileNotFoundError: there is neither.
     """
-    path, name = Path(source), str(source)
+    path = Path(source)
+    name = str(source)
     if path.is_dir():
         return path
     if not looks_like_repository(name) or "/" not in name:

@@ -106,7 +106,8 @@ class MedusaModel:
         steps.check(self.step)
         # Assigned together, after all that can fail: other threads may be in calls.
         self._engine_state = state
-        self._steps, self._drafters = steps, DrafterFactory(self)
+        self._steps = steps
+        self._drafters = DrafterFactory(self)
         self._costs = DraftCosts()
         self.tuned = for_runtime(self._all_tuned, self.runtime)
         release_threads()
@@ -200,8 +201,10 @@ class MedusaModel:
                 base = load_for_engine(source, "eager" if has_adapter else engine)
             else:
                 base = load_base(source)
-        elif unread := sorted(base_kwargs if heads is None else base_kwargs.keys() - hub.keys()):
-            raise ValueError(f"{unread} go with a path or a hub id; this base is already loaded")
+        else:
+            unread = sorted(base_kwargs if heads is None else base_kwargs.keys() - hub.keys())
+            if unread:
+                raise ValueError(f"{unread} go with a path or a hub id; this base is already loaded")
         check_is_model(base)
         base.eval()
         if heads == OWN_HEADS:
@@ -320,7 +323,9 @@ class MedusaModel:
         Raises:
             ValueError: the heads cannot fill it.
         """
-        self._default_tree, self.tuned, self._all_tuned = self._checked_tree(tree), (), ()
+        self._default_tree = self._checked_tree(tree)
+        self.tuned = ()
+        self._all_tuned = ()
         self._costs = DraftCosts()
 
     @property
@@ -597,7 +602,8 @@ class MedusaModel:
         self, call: dict[str, Any], options: _Options, streamer: BaseStreamer | None
     ) -> Tensor | MedusaOutput:
         """Run all steps, and join their tokens to what ``generate`` returns."""
-        input_ids, config = call["input_ids"].long(), call["generation_config"]
+        input_ids = call["input_ids"].long()
+        config = call["generation_config"]
         if streamer is not None and len(input_ids) > 1:
             raise ValueError(f"streamer works with batch size 1, got {len(input_ids)} rows; use stream()")
         statistics = DecodingStatistics()

@@ -139,8 +139,9 @@ def check_counts(options: Any, largest: int, *names: str) -> None:
     """Raise ValueError for the first of ``names`` that is no int from 1 to ``largest``: of whatever type, so
     for what comes from a file too."""
     for name in names:
-        if not is_count(given := getattr(options, name), largest):
-            raise ValueError(f"{name} must be an int from 1 to {largest}, got {reprlib.repr(given)}")
+        value = getattr(options, name)
+        if not is_count(value, largest):
+            raise ValueError(f"{name} must be an int from 1 to {largest}, got {reprlib.repr(value)}")
 
 
 def is_count(value: Any, largest: int) -> bool:

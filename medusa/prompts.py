@@ -109,7 +109,8 @@ def split_reasoning(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]
             return "", text
     reasoning, _, answer = whole.partition(end)  # some marks are special tokens, so these are left out last
     for special in tokenizer.all_special_tokens:
-        reasoning, answer = reasoning.replace(special, ""), answer.replace(special, "")
+        reasoning = reasoning.replace(special, "")
+        answer = answer.replace(special, "")
     return (reasoning.strip(), answer.lstrip()) if reasoning.strip() else ("", text)
 
 

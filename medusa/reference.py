@@ -41,10 +41,12 @@ def generate(
     noise. The noise is a fixed function of (seed, position), so sampling is as deterministic as greedy
     decoding.
     """
-    cache, text = DynamicCache(), prompt.tolist()
+    cache = DynamicCache()
+    text = prompt.tolist()
     hidden, logits = forward(base, cache, prompt, torch.arange(len(prompt)), causal_mask(len(prompt)))
     text.append(choose(logits[-1], temperature, seed, len(text)))  # the root token: always right
-    hidden, num_steps = hidden[-1], 0  # (D,): the root was chosen from its logits
+    hidden = hidden[-1]
+    num_steps = 0  # (D,): the root was chosen from its logits
     while len(text) < len(prompt) + max_new_tokens and text[-1] not in end_ids(base):
         num_committed = len(text) - 1  # all but the root are in the cache
         # 1. Draft: fill the tree. Node 0 is the root token; a node at depth d holds a guess of head d.
@@ -54,14 +56,16 @@ def generate(
         mask = tree_mask(tree, num_committed)  # (N, S + N)
         states, logits = forward(base, cache, tokens, num_committed + depths, mask)  # (N, D), (N, V)
         # 3. Accept: walk down from the root, as long as a child holds the token that the base chooses.
-        accepted, chosen = [0], choose(logits[0], temperature, seed, len(text))
+        accepted = [0]
+        chosen = choose(logits[0], temperature, seed, len(text))
         while (child := child_with(tree, tokens, accepted[-1], chosen)) is not None:
             accepted.append(child)
             chosen = choose(logits[child], temperature, seed, len(text) + len(accepted) - 1)
         # 4. Commit: keep the cache entries of the accepted nodes, in order, and forget the others.
         keep_nodes(cache, num_committed, accepted)
         text += [*tokens[accepted[1:]].tolist(), chosen]
-        hidden, num_steps = states[accepted[-1]], num_steps + 1
+        hidden = states[accepted[-1]]
+        num_steps = num_steps + 1
     return ended(text[len(prompt) :], max_new_tokens, end_ids(base)), num_steps
 
 
@@ -163,7 +167,8 @@ def keep_nodes(cache: DynamicCache, num_committed: int, nodes: list[int]) -> Non
     slots = torch.tensor([*range(num_committed), *(num_committed + node for node in nodes)])
     layers: list[Any] = list(cache.layers)
     for layer in layers:
-        layer.keys, layer.values = layer.keys[:, :, slots], layer.values[:, :, slots]
+        layer.keys = layer.keys[:, :, slots]
+        layer.values = layer.values[:, :, slots]
 
 
 def ended(answer: list[int], max_new_tokens: int, ends: frozenset[int]) -> list[int]:

@@ -23,13 +23,16 @@ ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 def token_bytes(tokenizer: Any, token: int, before: int | None = None) -> bytes:
     """The bytes of a token that follows the token ``before``, None at the start of a text; also for a part of
     a character, so that the bytes of all tokens joined are the text."""
-    spelt, alone = tokenizer.convert_ids_to_tokens(token), _decoded(tokenizer, [token])
-    if (byte := _one_byte(spelt, alone)) is not None:
+    spelt = tokenizer.convert_ids_to_tokens(token)
+    alone = _decoded(tokenizer, [token])
+    byte = _one_byte(spelt, alone)
+    if byte is not None:
         return bytes([byte])
     if spelt is not None and REPLACEMENT in alone and BYTE_OF.keys() >= set(spelt):
         return bytes(BYTE_OF[letter] for letter in spelt)
     if before is not None:  # alone it may lose its space, or keep a mark that says that it has none
-        start, both = _decoded(tokenizer, [before]), _decoded(tokenizer, [before, token])
+        start = _decoded(tokenizer, [before])
+        both = _decoded(tokenizer, [before, token])
         if both.startswith(start):
             return both[len(start) :].encode()
     return alone.encode()
@@ -79,7 +82,8 @@ class TextStream:
         self._num_emitted += len(piece)
         if not num_held and alone:
             self._context = [token]
-            self._window, self._num_emitted = [token], len(alone)
+            self._window = [token]
+            self._num_emitted = len(alone)
         return piece
 
     def finish(self) -> str:
@@ -87,7 +91,8 @@ class TextStream:
         text = self._decoded(self._window)
         rest = text[self._num_emitted :]
         if self._in_bytes or text.endswith(REPLACEMENT):  # it is out, and must not become another
-            self._window, self._in_bytes = [*self._context], False
+            self._window = [*self._context]
+            self._in_bytes = False
             text = self._decoded(self._window)
         self._num_emitted = len(text)
         return rest
@@ -122,7 +127,9 @@ class AnswerText:
         marks: Mapping[int, str] | None = None,
         controls: Mapping[int, str] | None = None,
     ):
-        self._stream, self._stops, self._marks = TextStream(tokenizer), tuple(stops), marks or {}
+        self._stream = TextStream(tokenizer)
+        self._stops = tuple(stops)
+        self._marks = marks or {}
         self._controls = controls or {}
         self._held: list[Piece] = []
         self.is_stopped = False
@@ -145,7 +152,8 @@ class AnswerText:
             mark = self._marks.get(token)
             text = self._stream.feed(token) if mark is None else self._stream.finish() + mark
             pieces += self._passed(Piece(text, depth))
-            if mark is None and (control := self._controls.get(token)) is not None:
+            control = self._controls.get(token) if mark is None else None
+            if control is not None:
                 pieces += self._passed(Piece(control, depth, is_shown=False))
         return len(tokens), pieces
 
@@ -155,7 +163,8 @@ class AnswerText:
             return []
         self._has_ended = True
         pieces = self._passed(Piece(self._stream.finish(), 0))
-        held, self._held = self._held, []
+        held = self._held
+        self._held = []
         return pieces if self.is_stopped else pieces + _shown(held)
 
     @property
@@ -178,7 +187,8 @@ class AnswerText:
         found = [at for stop in self._stops if (at := whole.find(stop)) >= 0]
         found += [_place(pieces, at) for stop in self._stops if (at := shown.find(stop)) >= 0]
         if found:
-            self.is_stopped, self._held = True, []
+            self.is_stopped = True
+            self._held = []
             self._num_passed = num_before + min(found)
             return _shown(_cut(pieces, min(found))[0])
         open_at = [len(whole) - overlap(whole, stop) for stop in self._stops]

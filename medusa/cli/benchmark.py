@@ -199,7 +199,8 @@ def _holds_weights(options: BenchmarkOptions) -> bool | None:
 
 def _make_settings(model: MedusaModel, options: BenchmarkOptions) -> Iterator[Setting]:
     """Every batch size after every context length, with the prompts that these make."""
-    prompts, lengths = load_prompts(options.prompts), options.context_lengths or (None,)
+    prompts = load_prompts(options.prompts)
+    lengths = options.context_lengths or (None,)
     longest = max((length for length in lengths if length is not None), default=0)
     exchanges = []
     if longest:
@@ -243,7 +244,8 @@ def _measured_setting(
     options: BenchmarkOptions,
 ) -> dict[str, Any]:
     """One setting's numbers; ``counts`` is the heads' calibration."""
-    is_greedy, is_exact = options.answers.temperature == 0, model.base.dtype == torch.float32
+    is_greedy = options.answers.temperature == 0
+    is_exact = model.base.dtype == torch.float32
     is_same_model = model.runtime.engine not in QUANTISED
     values = setting_report(answers, is_greedy, is_exact, is_same_model, options.num_seeds)
     return {

@@ -131,7 +131,8 @@ class ChatSession:
         ]
         encoded, room = self._encoded(asked)
         limit = min(room, self.options.answers.max_new_tokens)
-        statistics, began = DecodingStatistics(), time.perf_counter()
+        statistics = DecodingStatistics()
+        began = time.perf_counter()
         steps = self._steps(encoded, limit, statistics)
         answer = AnswerText(self.model.tokenizer, self.options.replies.stop)
         tokens: list[int] = []
@@ -151,7 +152,8 @@ class ChatSession:
                 yield piece.text, piece.depth
             ended_by = "end" if answer.is_stopped else self._reason(tokens, limit)
         finally:
-            text, seconds = "".join(pieces), time.perf_counter() - began
+            text = "".join(pieces)
+            seconds = time.perf_counter() - began
             if text or ended_by != "interrupt":
                 self.answers.append(Reply(text, ended_by, seconds, statistics))
                 self.messages = [*asked, {"role": "assistant", "content": text}]
@@ -161,12 +163,14 @@ class ChatSession:
     ) -> Generator[StepResult, None, None]:
         """The steps of an answer. A base that changes its rotary frequencies at some length (LongRoPE) reads
         the text anew there: keys of the other side would be wrong."""
-        ends, switch = end_ids(self.model.base, self.model.tokenizer), longrope_threshold(self.model.base)
+        ends = end_ids(self.model.base, self.model.tokenizer)
+        switch = longrope_threshold(self.model.base)
         tokens: list[int] = []
         while len(tokens) < limit:
             written = torch.tensor([tokens], dtype=torch.long, device=encoded["input_ids"].device)
             ids = torch.cat([encoded["input_ids"], written], dim=1)
-            num_left, length = limit - len(tokens), ids.shape[1]
+            num_left = limit - len(tokens)
+            length = ids.shape[1]
             room = num_left if switch is None or length > switch else min(num_left, switch - length + 1)
             reached = len(tokens) + room
             steps = self.model.stream(
@@ -189,7 +193,8 @@ class ChatSession:
     def _encoded(self, messages: list[Message]) -> tuple[dict[str, Any], int]:
         """The conversation as tensors, and how many tokens its answer may have."""
         encoded = encode_messages(self.model.tokenizer, messages, self.model.device, self.template_options)
-        length, context = encoded["input_ids"].shape[1], context_length(self.model.base)
+        length = encoded["input_ids"].shape[1]
+        context = context_length(self.model.base)
         room = self.options.answers.max_new_tokens if context is None else context - length
         if room < 1:
             raise ContextFullError(
@@ -227,7 +232,8 @@ def chat(options: ChatOptions) -> list[str]:
 
 def _session_report(session: ChatSession) -> dict[str, Any]:
     """The statistics of a session, for JSON."""
-    statistics, seconds = session.statistics, sum(answer.seconds for answer in session.answers)
+    statistics = session.statistics
+    seconds = sum(answer.seconds for answer in session.answers)
     return {
         "num_answers": len(session.answers),
         "num_tokens": statistics.num_tokens,
@@ -371,7 +377,8 @@ def generate(options: GenerateOptions) -> list[str]:
         raise ValueError("the prompt is empty; give some text, or - and text on standard input")
     model, drafter = load_for_replies(options, options.template)
     prediction = None
-    if (path := options.prediction) is not None:
+    path = options.prediction
+    if path is not None:
         given = path.read_text(encoding="utf-8", errors="surrogateescape")
         prediction = checked_utf8(given, f"prediction, which is in {path},")
     if options.raw:

@@ -104,7 +104,9 @@ class _AnswerProgress:
     """Answers done, tokens a second, and the time left by the rate of answers or by the time limit."""
 
     def __init__(self, reporter: ProgressReporter, num_conversations: int, limit: TimeLimit):
-        self.reporter, self.num_conversations, self.limit = reporter, num_conversations, limit
+        self.reporter = reporter
+        self.num_conversations = num_conversations
+        self.limit = limit
         self.num_tokens = self.num_ended = 0
 
     def count_tokens(self, num_tokens: int) -> None:
@@ -127,6 +129,7 @@ class _AnswerProgress:
 
 def _configuration(options: DistillOptions) -> dict[str, Any]:
     """The settings on which the answers depend."""
+    template_kwargs = options.template.template_kwargs
     return {
         "base": options.model if options.endpoint else options.base,
         "endpoint": options.endpoint,
@@ -135,7 +138,7 @@ def _configuration(options: DistillOptions) -> dict[str, Any]:
         "seed": options.seed,
         "prompt_free": options.prompt_free is not None,
         "keep_loops": options.keep_loops,
-        **({"template": template_kwargs} if (template_kwargs := options.template.template_kwargs) else {}),
+        **({"template": template_kwargs} if template_kwargs else {}),
         "engine": options.engine if options.engine in QUANTISED else None,  # the others give one text
     }
 
@@ -146,8 +149,9 @@ def check(options: DistillOptions) -> None:
             "--endpoint and --model go together: the server's address, and its name of the model"
         )
     for name, default in (("engine", "auto"), ("step", None)):
-        if options.endpoint and (given := getattr(options, name)) != default:
-            raise ValueError(f"--{name} {given} is for a base in this process; --endpoint has its own")
+        value = getattr(options, name)
+        if options.endpoint and value != default:
+            raise ValueError(f"--{name} {value} is for a base in this process; --endpoint has its own")
     if options.endpoint and options.prompt_free:
         raise ValueError(
             "--prompt-free needs the model itself: a chat endpoint writes answers, not questions"
@@ -170,10 +174,8 @@ def _load_answerer(options: DistillOptions, log: Console) -> Answerer:
         return EndpointAnswerer(endpoints, options.batch_size, options.max_new_tokens, say)
     device = chosen_device(options.device)
     source = find_base(options.base, trust_remote_code=options.trust_remote_code)
-    base, tokenizer = (
-        load_base_on(device, source, options.dtype, options.engine),
-        load_tokenizer(options.tokenizer or source),
-    )
+    base = load_base_on(device, source, options.dtype, options.engine)
+    tokenizer = load_tokenizer(options.tokenizer or source)
     model = MedusaModel(base, tokenizer=tokenizer, engine=options.engine)
     set_step(model, options.step)
     return LocalAnswerer(model, options.batch_size, options.max_new_tokens, stop_loops=not options.keep_loops)
@@ -183,8 +185,8 @@ def run(options: DistillOptions) -> list[str]:
     log = log_version()
     check(options)
     prompts = wanted_prompts(options)
-    use = ("--base", options.model or options.base, "--data", options.output)
-    report, seconds = DistillationReport(), 0.0
+    report = DistillationReport()
+    seconds = 0.0
     with AnswerFile(options.output, _configuration(options)) as answers:
         conversations = unanswered(prompts, answers, options.temperatures, options.seed)
         log.print(f"{len(prompts)} prompts, {len(prompts) - len(conversations)} answered before")
@@ -199,7 +201,13 @@ def run(options: DistillOptions) -> list[str]:
             seconds = limit.elapsed
             summarise(report, seconds, options.output, log)
     end_with_json({**vars(report), "seconds": seconds}, options.report.json)
-    return [command("train", "--config", "smollm2_demo", *use, "--output_dir", "runs/mine")]
+    base = options.model or options.base
+    return [
+        command(
+            "train", "--config", "smollm2_demo", "--base", base, "--data", options.output,
+            "--output_dir", "runs/mine",
+        )
+    ]  # fmt: skip
 
 
 def summarise(report: DistillationReport, seconds: float, output: Path, log: Console) -> None:

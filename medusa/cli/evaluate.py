@@ -195,7 +195,8 @@ def evaluate(options: EvaluationOptions) -> list[str]:
 
 def _evaluate_set(options: EvaluationOptions) -> list[str]:
     """Decode with the heads, and ask each about every token of the answers."""
-    model, drafter = load_model(options.model, template=options.prompts), options.decoding.drafter
+    model = load_model(options.model, template=options.prompts)
+    drafter = options.decoding.drafter
     if drafter is not None:
         DrafterFactory(model).make(drafter)  # refused before anything is answered
     _use_tree_asked_for(model, options)
@@ -230,7 +231,8 @@ def _evaluate_set(options: EvaluationOptions) -> list[str]:
 
 def _use_tree_asked_for(model: MedusaModel, options: EvaluationOptions) -> None:
     """Let ``model`` decode with the tree of --tree-nodes, if it is given."""
-    tree_nodes, calibrate_on = options.decoding.tree_nodes, options.decoding.calibrate_on
+    tree_nodes = options.decoding.tree_nodes
+    calibrate_on = options.decoding.calibrate_on
     if tree_nodes is None or calibrate_on is None:
         return
     rows = answered_prompts(model, read_prompts(calibrate_on), options.answers, "answering to calibrate")
@@ -348,11 +350,13 @@ def _quantised_base(options: ModelOptions) -> BaseSource | None:
 
 def _readers(model: MedusaModel, options: FidelityOptions, source: BaseSource | None) -> dict[str, Reader]:
     """Who is held against float32: the engine, then llama.cpp with each GGUF file, that of the base first."""
-    engine, step = resolved_engine(model.base, model.engine), options.tokens_per_pass
+    engine = resolved_engine(model.base, model.engine)
+    step = options.tokens_per_pass
     found: dict[str, Reader] = {engine: reader_of(model.engine_base, step)}
     paths = [*options.llama_cpp]
     if source is not None and source.gguf is not None and source.gguf.path not in paths:
-        if (lacks := llama_cpp_unsupported_reason()) is None:
+        lacks = llama_cpp_unsupported_reason()
+        if lacks is None:
             paths.insert(0, source.gguf.path)
         elif not paths:
             log_console().print(f"llama.cpp is left out: {lacks}", style="dim", soft_wrap=True, markup=False)

@@ -116,7 +116,8 @@ def _yes(is_so: bool) -> str:
 
 def _fetch_file(name: str, file: FetchableFile, options: FetchOptions, log: Console) -> list[str]:
     output = options.output or file.home(name)
-    target, base = output / file.file, name if options.output is None else output / file.file
+    target = output / file.file
+    base = name if options.output is None else output / file.file
     lock = output.parent / f".{output.name}.lock"
     with locked(output, math.inf, lambda text: log.print(text, soft_wrap=True), lock):
         if target.is_file() and target.stat().st_size == file.num_bytes:

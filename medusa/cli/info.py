@@ -42,7 +42,8 @@ LONGEST_CELL = 600
 
 def info(options: InfoOptions) -> list[str]:
     """Print a description of the heads, or of the base."""
-    name, source = options.heads, _base_source(options.heads)
+    name = options.heads
+    source = _base_source(options.heads)
     config = None if source is None else source.config
     described = describe_heads(load_heads(name)) if config is None else describe_base(config)
     if source is not None and source.gguf is not None:
@@ -142,7 +143,8 @@ def describe_base(config: PreTrainedConfig) -> dict[str, Any]:
 
 def describe_heads(checkpoint: HeadsCheckpoint) -> dict[str, Any]:
     """The content of a checkpoint, in plain values."""
-    heads, tree = checkpoint.heads, checkpoint.tree
+    heads = checkpoint.heads
+    tree = checkpoint.tree
     return {
         "kind": kind_of(heads),
         "base_model": checkpoint.base_model,
@@ -177,7 +179,8 @@ def _in_words(name: str, value: Any) -> str:
     if name == "tree":
         if value is None:
             return "none: a chain of the best guesses is used"
-        nodes, widths = counted(value["num_nodes"], "node"), value["width_by_depth"]
+        nodes = counted(value["num_nodes"], "node")
+        widths = value["width_by_depth"]
         best = ", ".join(f"the best {width} at depth {depth}" for depth, width in enumerate(widths, start=1))
         return f"{nodes}: the root, and guesses among {best}" if best else f"{nodes}, just the root"
     if name == "tuned_trees":

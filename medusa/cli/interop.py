@@ -65,7 +65,8 @@ from medusa.trees.candidate_tree import CandidateTree
 
 def export(options: ExportOptions) -> list[str]:
     """Write heads for another project; list its differences."""
-    log, foreign = log_version(), FORMATS[options.to]
+    log = log_version()
+    foreign = FORMATS[options.to]
     _claim_output(options.output, options.overwrite, EXPORT_LAYOUT, (options.heads, options.base))
     checkpoint = load_heads(options.heads)
     name = base_named(options.base or recorded_base(checkpoint, options.heads))  # others know no name of ours
@@ -76,7 +77,8 @@ def export(options: ExportOptions) -> list[str]:
     size = sum(path.stat().st_size for path in options.output.iterdir())
     log.print(f"{options.output}: model.safetensors and config.json, {size / 1e6:,.1f} MB", soft_wrap=True)
     changes = list(files.changes)
-    if (revision := split_revision(name)[1]) is not None:
+    revision = split_revision(name)[1]
+    if revision is not None:
         changes.append(f"the base is named without its revision {revision!r}: tell {foreign.consumer} of it")
     print_list(log, f"what {foreign.consumer} does otherwise:", changes)
     end_with_json(
@@ -144,14 +146,18 @@ def import_foreign(options: ImportOptions) -> list[str]:
         },
         options.report.json,
     )
-    use = ("--base", own_name, "--heads", options.output)
-    return [answer_command(tokenizer, *use), command("tune", *use)]
+    return [
+        answer_command(tokenizer, "--base", own_name, "--heads", options.output),
+        command("tune", "--base", own_name, "--heads", options.output),
+    ]
 
 
 def check(options: CheckOptions) -> list[str]:
     """Hold a directory to its consumer's rules, and measure its heads in a chain."""
-    log, foreign = log_version(), FORMATS[options.as_]
-    directory, device = Path(options.directory), chosen_device(options.device)
+    log = log_version()
+    foreign = FORMATS[options.as_]
+    directory = Path(options.directory)
+    device = chosen_device(options.device)
     if not directory.is_dir():
         raise FileNotFoundError(f"no directory at {options.directory!r}; give one that `medusa export` wrote")
     _check_eagle3_alone(foreign, options.directory, max_depth=options.max_depth)
@@ -191,7 +197,8 @@ def _claim_output(
 
 
 def _base_of(directory: Path, foreign: ForeignFormat) -> str:
-    if (name := foreign.base_of(directory)) is None:
+    name = foreign.base_of(directory)
+    if name is None:
         raise ValueError(f"{directory / 'config.json'} names no base model; give it: --base")
     return name
 
@@ -209,7 +216,8 @@ def _check_eagle3_alone(foreign: ForeignFormat, source: str, **given: object) ->
 def _check_report(options: CheckOptions, base: str, result: ChainCheck, serve: str) -> Report:
     """Acceptance by position, beside what untrained heads guess."""
     statistics = result.statistics
-    accepted, reached = statistics.acceptance_rate, statistics.conditional_acceptance_rate
+    accepted = statistics.acceptance_rate
+    reached = statistics.conditional_acceptance_rate
     report = Report(
         {
             "format": options.as_,
@@ -283,7 +291,8 @@ def push(options: PushOptions) -> list[str]:
         options.license,
         options.datasets,
     )
-    load, dtype = partial(_load_base, options, checkpoint, base), getattr(torch, options.dtype)
+    load = partial(_load_base, options, checkpoint, base)
+    dtype = getattr(torch, options.dtype)
     request = ToExport(options.heads, checkpoint, load, split_revision(base)[0], dtype)
     with _folder(options) as folder:
         changes = write_repository(folder, directory, facts, request)

@@ -106,7 +106,8 @@ def load_model(
         checkpoint = own_heads(base)
     if checkpoint is not None and checkpoint.adapter is not None:
         apply_adapter(base, checkpoint.adapter)
-    if (num_beams := base.generation_config.num_beams or 1) > 1:
+    num_beams = base.generation_config.num_beams or 1
+    if num_beams > 1:
         base.generation_config.num_beams = 1
         log.print(
             f"the base's generation_config asks for num_beams={num_beams}; medusa decodes greedily or by "
@@ -132,7 +133,8 @@ def load_model(
         heads += ", with the LoRA adapter that was trained with them: the text is the adapted model's"
     for number_format, size in packed_bytes(model.engine_base).items():
         heads += f", {megabytes(size)} of weights packed in {number_format}"
-    if share := share_apart(model.engine_base):
+    share = share_apart(model.engine_base)
+    if share:
         heads += f"; {share:.2%} of those in 12 bits kept apart"
     log.print(f"{name} in {base.dtype} on {device}, {heads}", style="dim", soft_wrap=not log.is_terminal)
     if named is None and with_heads:
@@ -248,7 +250,8 @@ def load_for_replies(
 ) -> tuple[MedusaModel, Drafter | None]:
     """:func:`load_model`, with heads where the drafter asked for needs them; and that drafter, or None, which
     leaves the choice to the model."""
-    name, is_plain = options.replies.drafter, options.replies.plain
+    name = options.replies.drafter
+    is_plain = options.replies.plain
     with_heads = not is_plain and (name is None or uses_model_heads(name))
     model = load_model(options.model, with_heads, template, for_chat=for_chat)
     return model, None if name is None else DrafterFactory(model, options.drafters).make(name)
@@ -257,7 +260,8 @@ def load_for_replies(
 def compile_model(options: CompileOptions) -> list[str]:
     """Compile the pass of a model and its heads, or say that it is there."""
     model = load_model(replace(options.model, step="general"))  # by default loading compiles
-    was_there, seconds = model.is_compiled, model.compile()
+    was_there = model.is_compiled
+    seconds = model.compile()
     num_bytes = sum(path.stat().st_size for path in model.library_paths if path.exists())
     text = f"{'was there' if was_there else 'compiled'}, ready after {seconds:.1f} s"
     log_console().print(f"{text}, {megabytes(num_bytes)}", soft_wrap=True)

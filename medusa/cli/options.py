@@ -128,10 +128,12 @@ def flag_types(options: type) -> dict[str, Any]:
 def to_argv(options: Any, defaults: Any = None) -> list[str]:
     """The words of a command line that :func:`parse` reads as ``options``: positional words, then each flag
     that differs from ``defaults``, by default the class's."""
-    positional, flags = list[str](), list[str]()
+    positional = list[str]()
+    flags = list[str]()
     types = get_type_hints(type(options), include_extras=True)
     for field in dataclasses.fields(options):
-        value, name = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
+        value = getattr(options, field.name)
+        name = f"--{field.name.replace('_', '-')}"
         default = getattr(defaults, field.name) if defaults is not None else _default(field)
         values = list(map(str, value)) if isinstance(value, list | tuple) else [str(value)]
         if dataclasses.is_dataclass(value):
@@ -213,7 +215,8 @@ def _values(values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> 
         if is_nested or is_missing or (spec.nargs == 1 and len(values_given) != 1):
             raise ValueError(f"{key} in {where} must have a plain value, got {value!r}")
         words = [str(each) for each in values_given]
-        if isinstance(value, bool) and (alone := _alone(flags[key])):
+        alone = _alone(flags[key]) if isinstance(value, bool) else None
+        if alone:
             words = [alone[str(value).lower()]]
         choices = [*map(str.lower, spec.choices or ()), "none"]
         if spec.choices and any(word.lower() not in choices for word in words):
@@ -230,10 +233,12 @@ def _instance(options: type[T], values: Mapping[str, Any], defaults: Any = None)
 
     Nothing is checked yet: missing values are MISSING, for the parser to take from the command line.
     """
-    made, types = object.__new__(options), get_type_hints(options)
+    made = object.__new__(options)
+    types = get_type_hints(options)
     for field in dataclasses.fields(options):  # type: ignore[arg-type]
         value = _default(field) if defaults is None else getattr(defaults, field.name)
-        if dataclasses.is_dataclass(kind := types[field.name]):
+        kind = types[field.name]
+        if dataclasses.is_dataclass(kind):
             value = _instance(kind, values, None if value is dataclasses.MISSING else value)  # type: ignore
         else:
             value = values.get(field.name, value)
@@ -249,7 +254,8 @@ def _switches(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
         key, _, value = word[2:].partition("=") if word.startswith("--") else ("", "", "")
         key = key.replace("-", "_")
         name = key if key in flags else key.removeprefix("no_")
-        if alone := _alone(flags.get(name)):
+        alone = _alone(flags.get(name))
+        if alone:
             word_given = value or ("true" if name == key else "false")
             kept.append(f"--{name}={alone.get(word_given.lower(), word_given)}")
             continue
@@ -285,7 +291,8 @@ def _gathered(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
         values = [*([value] if is_joined else []), *group[1:]]
         if not values:
             raise ValueError(f"{flag} must have a value, got none; leave it out or name one")
-        if (first := lists.setdefault(key, group)) is not group:
+        first = lists.setdefault(key, group)
+        if first is not group:
             first += values
             group.clear()
     return [word for group in groups for word in group]
@@ -323,7 +330,8 @@ _REGISTRY = ConstructorRegistry()
 @_REGISTRY.primitive_rule
 def _read_optional(info: PrimitiveTypeInfo) -> Any:
     """Read ``X | None`` as X is read, and `none` as None."""
-    if (kind := _optional(info.type)) is None:
+    kind = _optional(info.type)
+    if kind is None:
         return None
     spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, info.markers))
     if not isinstance(spec, PrimitiveConstructorSpec):
@@ -414,7 +422,8 @@ class ModelOptions:
         Raises:
             ValueError: there are none.
         """
-        if (named := self.named_heads) is None:
+        named = self.named_heads
+        if named is None:
             raise ValueError(
                 f"this command is about heads, and base {self.base!r} has got none; give --heads, or train "
                 f"some: {how_to_train(self.base)}"
@@ -520,7 +529,8 @@ def print_next(commands: Sequence[str]) -> None:
 
 def _own_name() -> str:
     """The shell command of this installation's ``medusa``: its path, where the name finds none or another."""
-    script, found = Path(sys.executable).with_name("medusa"), shutil.which("medusa")
+    script = Path(sys.executable).with_name("medusa")
+    found = shutil.which("medusa")
     if not script.is_file() or (found is not None and script.samefile(found)):
         return "medusa"
     return shlex.quote(os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script))

@@ -43,7 +43,8 @@ def serve(options: ServeOptions) -> list[str]:
     from medusa.serving.server import bound_socket, check_certificate, run_server
     from medusa.serving.service import Service
 
-    address, keys = options.address, api_keys(options.access.api_key, os.environ)
+    address = options.address
+    keys = api_keys(options.access.api_key, os.environ)
     if not is_loopback(address.host) and not keys:
         log_console().print(
             f"warning: listening on {address.host} without --api-key: everyone who reaches this machine "

@@ -64,10 +64,11 @@ def next_steps(configuration: TrainOptions) -> list[str]:
         again = replace(configuration, optimisation=optimisation, run=go_on)
         return [command("train", *to_argv(again))]
     heads = Path(run.output_dir, "heads")
-    use = ("--base", configuration.base.base, "--heads", heads)
+    base = configuration.base.base
+    tokenizer = load_tokenizer(configuration.base.tokenizer or base)
     steps = [
-        command("tune", *use),
-        answer_command(load_tokenizer(configuration.base.tokenizer or configuration.base.base), *use),
+        command("tune", "--base", base, "--heads", heads),
+        answer_command(tokenizer, "--base", base, "--heads", heads),
     ]
     if configuration.kind == "eagle3":
         steps.append(command("export", heads, "--to", "vllm-eagle3", "--output", heads.with_name("export")))

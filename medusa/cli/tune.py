@@ -81,7 +81,8 @@ class TuneOptions(ProgramOptions):
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "num_nodes", "max_depth", "max_rank", "rounds")
-        if not self.no_save and not Path(heads := self.model.required_heads).is_dir():
+        heads = None if self.no_save else self.model.required_heads
+        if heads is not None and not Path(heads).is_dir():
             raise ValueError(
                 f"heads must be a directory that is there, to write the tree into, got {heads!r}; train some "
                 "with `medusa train`, copy those that ship or are on the hub, or give --no-save"

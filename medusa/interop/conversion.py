@@ -200,7 +200,8 @@ def check_chain(
     """
     heads = model.heads
     assert heads is not None, "a format is read into heads"
-    statistics, answers = DecodingStatistics(), []
+    statistics = DecodingStatistics()
+    answers = []
     for inputs in prompts:
         tensors: dict[str, Any] = dict(inputs)
         output: Any = model.generate(

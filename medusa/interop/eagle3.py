@@ -193,7 +193,8 @@ def _layers_named(head: Eagle3Head, base: CausalLM) -> dict[str, list[int]]:
 
 def _layer_config(config: Eagle3Config, request: ToExport) -> dict[str, Any]:
     rope = dict(config.rope_parameters)
-    theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    theta = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
     return {
         "model_type": "llama",
         "num_hidden_layers": 1,
@@ -264,10 +265,13 @@ def _read_speculators(request: ReadRequest) -> ForeignHeads:
 
 def _head_of(request: ReadRequest, config: Mapping[str, Any], notes: Sequence[str]) -> ForeignHeads:
     """The head of a directory; ``config`` is its config.json in the plain layout."""
-    base, path = request.base, request.directory / CONFIG_FILE
-    key, max_depth = _DEPTH_KEY, config.get(_DEPTH_KEY)
+    base = request.base
+    path = request.directory / CONFIG_FILE
+    key = _DEPTH_KEY
+    max_depth = config.get(_DEPTH_KEY)
     if request.max_depth is not None:
-        key, max_depth = "--max-depth", request.max_depth
+        key = "--max-depth"
+        max_depth = request.max_depth
     if type(max_depth) is not int or not 1 <= max_depth <= MAX_DEPTH:
         raise ValueError(
             f"{path}: {key} must be an int from 1 to {MAX_DEPTH}, got {max_depth!r:.100}; mend it, or give "
@@ -458,7 +462,8 @@ def _has_own_rows(tensors: dict[str, Tensor], token_map: Tensor | None, base: Ca
 def _check_embeddings(theirs: Tensor | None, base: CausalLM, where: Path) -> None:
     """Raise ValueError unless token embeddings in the file are the base's, which are then read."""
     ours = base.get_input_embeddings().weight.detach()
-    if theirs is not None and (distance := relative_distance(theirs, ours)) > TOLERANCE:
+    distance = 0.0 if theirs is None else relative_distance(theirs, ours)
+    if distance > TOLERANCE:
         raise ValueError(
             f"{where}: embed_tokens.weight is {distance:.1%} away from the embeddings of the base model "
             f"{base.name_or_path!r}; give the base that the head was trained on: --base. Heads with "

@@ -131,7 +131,8 @@ def read_plain_heads(tensors: Mapping[str, Tensor], names: TensorNames, where: P
     Raises:
         ValueError: a tensor is missing, left over or of another shape; the message names ``where`` and it.
     """
-    of_blocks, of_rows = places(names.block, tensors), places(names.rows, tensors)
+    of_blocks = places(names.block, tensors)
+    of_rows = places(names.rows, tensors)
     num_heads = 1 + max((int(each["head"]) for each in (of_blocks | of_rows).values()), default=-1)
     first_block = names.block.format(head=0, layer=0, part="weight")
     if not 1 <= num_heads <= MAX_DEPTH:
@@ -141,11 +142,13 @@ def read_plain_heads(tensors: Mapping[str, Tensor], names: TensorNames, where: P
         )
     last = 1 + max((int(each["layer"]) for each in of_blocks.values()), default=-1)
     num_layers = max((int(each["layer"]) for each in of_rows.values() if "layer" in each), default=last)
-    if (most := max(num_layers, last)) > MAX_LAYERS:
+    most = max(num_layers, last)
+    if most > MAX_LAYERS:
         raise ValueError(
             f"{where} speaks of {most} layers, and heads have at most {MAX_LAYERS}; get it again"
         )
-    held, notes = dict(tensors), tuple[str, ...]()
+    held = dict(tensors)
+    notes = tuple[str, ...]()
     if num_layers > 1 and len({(each["head"], each["layer"]) for each in of_blocks.values()}) == num_heads:
         notes = (f"{where.name} holds one block for the {num_layers} layers of each head: they share it",)
         for name, place in of_blocks.items():
@@ -233,12 +236,14 @@ def expanded_rows(rows: Tensor, token_map: Tensor) -> Tensor:
 
 def _unembedding_of(plain: PlainHeads, base: CausalLM, where: Path) -> tuple[Unembedding, Tensor | None]:
     """The kind of the rows of ``plain`` on ``base``, and their token map."""
-    if not (rows := plain.rows):
+    rows = plain.rows
+    if not rows:
         return "shared", None
     embedding = lm_head(base)
     if getattr(embedding, "bias", None) is not None:  # which the rows go without
         return "full", None
-    ours, first = embedding_weight(embedding).detach(), rows[0]
+    ours = embedding_weight(embedding).detach()
+    first = rows[0]
     if all(torch.equal(first, each) for each in rows[1:]):
         is_base_row = _equal_rows(first, ours)
         rest = first[~is_base_row]

@@ -158,16 +158,19 @@ def check_fits(where: Path | str, size: int, vocabulary: int | None, base: Causa
 
 def check_belongs(request: ToExport) -> None:
     """Raise ValueError unless the heads sit on the base itself, and on this one."""
-    checkpoint, source = request.checkpoint, request.source
+    checkpoint = request.checkpoint
+    source = request.source
     if checkpoint.adapter is not None:
         raise ValueError(
             f"{source} was trained with a LoRA adapter on the base (joint training), and vLLM would "
             "run the base without it: other text, and fewer right guesses. Train heads without --joint"
         )
-    base, config = request.base, checkpoint.heads.config
+    base = request.base
+    config = checkpoint.heads.config
     check_fits(source, config.hidden_size, config.vocab_size, base)
     fingerprint = checkpoint.fingerprint
-    if fingerprint is not None and (difference := fingerprint.difference(base)) is not None:
+    difference = None if fingerprint is None else fingerprint.difference(base)
+    if difference is not None:
         raise ValueError(
             f"{source} was trained on another model ({checkpoint.base_model!r}) than the base "
             f"{request.base_name!r}: {difference}. Give the base that it was trained on: --base"
@@ -205,8 +208,10 @@ def quantised_base(checkpoint: HeadsCheckpoint) -> str | None:
 
 def shared_changes(request: ToExport) -> list[str]:
     """Sentences on a base that is a quantised file, and on the trees of the heads."""
-    checkpoint, changes = request.checkpoint, []
-    if (trained_on := quantised_base(checkpoint)) is not None:
+    checkpoint = request.checkpoint
+    changes = []
+    trained_on = quantised_base(checkpoint)
+    if trained_on is not None:
         changes.append(
             f"the heads were trained on the quantised file {trained_on!r}: over other weights of the same "
             "model, such as those of 16 bits, somewhat fewer guesses may be right"

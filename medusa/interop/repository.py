@@ -126,7 +126,8 @@ def push_folder(folder: Path, name: str, base: str, *, private: bool, overwrite:
     """
     if get_token() is None:
         raise PermissionError(f"pushing to {name!r} needs a token with the right to write; {LOG_IN}")
-    api, files = HfApi(), files_in(folder)
+    api = HfApi()
+    files = files_in(folder)
     with _explained_push_errors(api, name):
         user = api.whoami()["name"]
         _check_base(api, base)
@@ -246,7 +247,8 @@ def read_evaluation(path: Path, weights_sha256: str) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"evaluation: no file at {str(path)!r}; {_EVALUATE}")
     report = read_json(path)
-    if missing := [key for key in ("tokens_per_step", "by_category", "made") if key not in report]:
+    missing = [key for key in ("tokens_per_step", "by_category", "made") if key not in report]
+    if missing:
         raise ValueError(f"{path} must hold {' and '.join(missing)}, and does not; {_EVALUATE}")
     measured = report["made"].get("heads_sha256")
     if measured != weights_sha256:
@@ -287,7 +289,8 @@ def _what(facts: CardFacts) -> str:
         "parameters. The base checks all guesses in one forward pass and keeps the guesses that it would "
         "have written itself, so in float32 the text is the base's own, token for token.",
     ]
-    if (trained_on := quantised_base(facts.checkpoint)) is not None:
+    trained_on = quantised_base(facts.checkpoint)
+    if trained_on is not None:
         lines += ["", f"They were trained on the quantised file `{trained_on}`."]
     if facts.checkpoint.adapter is not None:
         lines += [
@@ -372,7 +375,8 @@ def _made(provenance: Mapping[str, Any]) -> str:
     title = "## How they were made\n\n"
     if not provenance:
         return f"{title}Not recorded."
-    training, data = provenance.get("training", {}), provenance.get("data", {})
+    training = provenance.get("training", {})
+    data = provenance.get("data", {})
     known = {
         "steps": training.get("steps"),
         "training tokens": training.get("tokens"),

@@ -91,14 +91,16 @@ def checked_plain(request: ToExport) -> MedusaHeads:
     Raises:
         ValueError: they are more than plain Medusa heads, or trained with an adapter, or for another base.
     """
-    checkpoint, source = request.checkpoint, request.source
+    checkpoint = request.checkpoint
+    source = request.source
     heads = checkpoint.heads
     if not isinstance(heads, MedusaHeads):
         raise ValueError(
             f"{source} holds heads of kind {kind_of(heads)}, and this format plain Medusa heads; export an "
             "eagle3 head --to vllm-eagle3, or train others with --head-kind medusa --reads-path false"
         )
-    config, more = heads.config, []
+    config = heads.config
+    more = []
     if config.reads_path:
         more.append("reads_path is true: each head also reads the tokens before its guess")
     if config.fused_layers:

@@ -120,7 +120,8 @@ class Request:
     @classmethod
     def for_base(cls, base: CausalLM, arguments: Mapping[str, Any], repeats: int, seed: int) -> Request:
         """With the tokens that end an answer of ``base``."""
-        eos_ids, pad_id = end_ids(base), base.generation_config.pad_token_id
+        eos_ids = end_ids(base)
+        pad_id = base.generation_config.pad_token_id
         pad_id = pad_id if pad_id is not None else min(eos_ids, default=0)
         return cls(arguments, eos_ids, pad_id, repeats, seed)
 
@@ -133,7 +134,8 @@ def runnable(
     Only foreign systems may fail; an error of ours is raised.
     """
     longest = max(setting.batches(request.pad_id), key=lambda batch: batch["input_ids"].shape[1])
-    working, reasons = {}, {}
+    working = {}
+    reasons = {}
     for name, system in systems.items():
         reason = system.refusal(setting.batch_size * setting.num_seeds)
         try:
@@ -155,7 +157,8 @@ class _FirstTokenClock(BaseStreamer):
     """Gets the prompt and then the tokens as they are written, and notes when the first one came."""
 
     def __init__(self) -> None:
-        self.num_puts, self.began = 0, time.perf_counter()
+        self.num_puts = 0
+        self.began = time.perf_counter()
         self.first_token_seconds: float | None = None
 
     def put(self, value: Tensor) -> None:
@@ -196,7 +199,8 @@ def measure(
         wait_for(prompt.device)
         taken = time.perf_counter() - clock.began
         tokens = new_tokens(output.sequences.tolist(), prompt.shape[1], request.eos_ids)
-        statistics, first = getattr(output, "statistics", None), clock.first_token_seconds
+        statistics = getattr(output, "statistics", None)
+        first = clock.first_token_seconds
         return Answer(name, batch, tokens, taken, statistics, setting.category(batch), seed, first)
 
     return take_turns(list(systems), len(batches), run, repeats=request.repeats, seconds=seconds, label=label)
@@ -377,11 +381,13 @@ def bounds(
     counts: RankCounts | None,
 ) -> dict[str, Any]:
     """``num_nodes`` and ``f_hw`` of plain decoding and the heads, and ``f_tree``; None where not known."""
-    given, tree = by_system(answers), model.tree_for(setting.batch_size)
+    given = by_system(answers)
+    tree = model.tree_for(setting.batch_size)
     nodes = {name: tree.num_nodes if name == HEADS else 1 for name in (PLAIN, HEADS) if name in given}
     shares: dict[str, float | None] = dict.fromkeys(nodes)
     for name, num_nodes in nodes.items():
-        if (seconds := step_seconds(given[name])) is not None:
+        seconds = step_seconds(given[name])
+        if seconds is not None:
             counted = total_statistics(given[name])
             shares[name] = f_hw(model, rates, num_nodes, counted, setting.num_prompt_tokens, seconds)
     known = counts is not None and HEADS in nodes

@@ -79,7 +79,8 @@ def _add_speeds(report: Report, setting: Mapping[str, Any]) -> None:
         return lambda name: setting[key].get(name)
 
     def text(name: str) -> str:
-        if is_ours(name) and (rule := drafter_and_rule(name)[1]) != EXACT:
+        rule = drafter_and_rule(name)[1] if is_ours(name) else EXACT
+        if rule != EXACT:
             return "LOSSY" if rule == TYPICAL else "in law"
         same = setting["same_as_plain"].get(name)
         return cell(same and same["num_tokens"] / max(1, same["of_tokens"]), PERCENT)
@@ -111,7 +112,8 @@ def _add_speeds(report: Report, setting: Mapping[str, Any]) -> None:
 
 def _agreement(setting: Mapping[str, Any]) -> str:
     """Who said the same, or how far they strayed where the precision promises nothing."""
-    names, count = ", ".join(setting["compared"]), setting["num_answers"]
+    names = ", ".join(setting["compared"])
+    count = setting["num_answers"]
     same = f"{setting['num_identical']} of {count} answers token-identical among {names}"
     if setting["identical"] is not None:
         return same
@@ -229,13 +231,15 @@ def _plot_speed_ups(ax: Any, settings: Sequence[Mapping[str, Any]]) -> None:
     for i, name in enumerate(names):
         label: str | None = name
         for place, setting in enumerate(settings):
-            if (value := setting["speedup_over_plain"].get(name)) is None:
+            value = setting["speedup_over_plain"].get(name)
+            if value is None:
                 continue
             x = place + (i - (len(names) - 1) / 2) * width
             ax.bar([x], [value], width * 0.92, color=colors.get(name, FAINT), label=label)
             text = f"{value:.2f}x\n{1000 / setting['milliseconds_per_token'][name]:.1f}"
             ax.annotate(text, (x, value), (0, 2), **beside(INK, ha="center", fontsize=7.5))
-            highest, label = max(highest, value), None
+            highest = max(highest, value)
+            label = None
     ax.axhline(1.0, color=INK, linewidth=1, linestyle=":")
     ax.set_xticks(range(len(settings)), [setting["label"].replace(", ", "\n") for setting in settings])
     ax.set_ylim(0, highest * (1.25 + 0.09 * -(-len(names) // 3)))

@@ -67,7 +67,8 @@ def step_floor_seconds(
     num_operations = 2.0 * num_weights * num_nodes * num_rows
     if with_heads:
         head_bytes, head_operations = heads_cost(model)
-        num_bytes, num_operations = num_bytes + head_bytes, num_operations + head_operations * num_rows
+        num_bytes = num_bytes + head_bytes
+        num_operations = num_operations + head_operations * num_rows
     return rates.floor_seconds(num_bytes, num_operations)
 
 
@@ -78,7 +79,8 @@ def pass_cost(runner: CausalLM) -> tuple[float, int]:
     An input embedding counts only if it is also the LM head and no packed copy replaces it there: otherwise
     only the rows of the tokens are read.
     """
-    rows_only, output = runner.get_input_embeddings(), lm_head(runner)
+    rows_only = runner.get_input_embeddings()
+    output = lm_head(runner)
     is_read_whole = rows_only.weight is embedding_weight(output) and not isinstance(output, PackedMatmul)
     return _read_whole(runner, leave_out=None if is_read_whole else rows_only)
 
@@ -116,7 +118,8 @@ def heads_cost(model: MedusaModel) -> tuple[float, float]:
             read = float(scorer.rows.nbytes), scorer.rows.numel()
         else:
             read = _read_whole(lm_head(model.engine_base) if scorer is None else scorer)
-        num_bytes, num_weights = num_bytes + read[0], num_weights + read[1] * heads.num_heads
+        num_bytes = num_bytes + read[0]
+        num_weights = num_weights + read[1] * heads.num_heads
     return float(num_bytes), 2.0 * num_weights
 
 

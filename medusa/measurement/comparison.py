@@ -167,7 +167,8 @@ def known_rates(counts: RankCounts, k: int) -> list[float | None]:
 
 def step_milliseconds(answers: Sequence[Answer] | None) -> dict[str, float | None]:
     """Medians of drafting and of whole steps; None where nothing was timed."""
-    if not answers or (seconds := step_seconds(answers)) is None:
+    seconds = step_seconds(answers) if answers else None
+    if not answers or seconds is None:
         return {"draft_milliseconds": None, "step_milliseconds": None}
     return {"draft_milliseconds": step_split(answers)["draft"], "step_milliseconds": 1000 * seconds}
 
@@ -192,7 +193,8 @@ def against(replayed: np.ndarray, baseline: np.ndarray) -> dict[str, Any]:
 def training_cost(provenance: Mapping[str, Any]) -> dict[str, Any]:
     """The training record of a heads directory; None without one."""
     training = provenance.get("training", {})
-    seconds, steps = training.get("minutes"), training.get("steps")
+    seconds = training.get("minutes")
+    steps = training.get("steps")
     per_step = training.get("seconds_per_step")
     if per_step is None and seconds is not None and steps:
         per_step = 60 * seconds / steps
@@ -264,7 +266,8 @@ def _plot_tokens_per_step(ax: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         color = shade(i + 1)
         ax.plot([each["value"] for each in found], range(len(rows)), "o", color=color, label=f"{size} nodes")
         for place, each in enumerate(found):
-            low, high = each["low"] or each["value"], each["high"] or each["value"]
+            low = each["low"] or each["value"]
+            high = each["high"] or each["value"]
             ax.plot([low, high], [place, place], color=color, linewidth=1.2)
             highest = max(highest, high)
             if i == 0:

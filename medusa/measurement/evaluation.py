@@ -113,7 +113,8 @@ def summary(statistics: Sequence[DecodingStatistics]) -> dict[str, Any]:
 def add_tables(report: Report, temperature: float) -> None:
     """Acceptance and accuracy by depth, live decoding by category, and by temperature where asked for."""
     values = report.values
-    accepted, reached = values["acceptance_rate"], values["conditional_acceptance_rate"]
+    accepted = values["acceptance_rate"]
+    reached = values["conditional_acceptance_rate"]
     accuracies = values["head_accuracy"]
     columns: dict[str, Column] = {
         "depth": (lambda head: head + 1, "{}"),
@@ -126,7 +127,8 @@ def add_tables(report: Report, temperature: float) -> None:
         "accepted: in live decoding, of all steps; reached: of the steps that accepted the depth before. "
         "top k: the true token is among the head's k best guesses (teacher-forced)."
     )
-    if (deepest := values["made"]["tree_depth"]) < len(accuracies["top1"]):
+    deepest = values["made"]["tree_depth"]
+    if deepest < len(accuracies["top1"]):
         note += f" The tree is {deepest} deep, so deeper heads drafted nothing; --tree-nodes chooses another."
     report.add_table("Heads", columns, range(len(accuracies["top1"])), note=note)
 
@@ -169,7 +171,8 @@ def plot_evaluation(report: Mapping[str, Any], path: Path, title: str) -> None:
 
 def _plot_acceptance(ax: Any, report: Mapping[str, Any]) -> None:
     """Both rates as bars, which leave room for their numbers above."""
-    in_any_step, once_reached = report["acceptance_rate"], report["conditional_acceptance_rate"]
+    in_any_step = report["acceptance_rate"]
+    once_reached = report["conditional_acceptance_rate"]
     depths = range(1, len(in_any_step) + 1)
     _plot_bars(ax, {"once its parent is accepted": once_reached, "in any step": in_any_step}, (ORANGE, BLUE))
     ax.set_title(f"Accepted by depth: {report['tokens_per_step']:.2f} tokens per step")

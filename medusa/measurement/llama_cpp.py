@@ -49,12 +49,14 @@ class LlamaCpp:
     def __init__(self, path: Path, vocab_size: int):
         if not path.is_file():
             raise FileNotFoundError(f"llama_cpp names {str(path)!r}, which is no file; give a GGUF file")
-        if (lacks := llama_cpp_unsupported_reason()) is not None:
+        lacks = llama_cpp_unsupported_reason()
+        if lacks is not None:
             raise ImportError(lacks)
         import llama_cpp
 
         logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
-        self.path, self._llama = path, llama_cpp
+        self.path = path
+        self._llama = llama_cpp
         self._context: Any = None
         self._free_context: Callable[[], Any] = lambda: None
         llama_cpp.llama_backend_init()
@@ -121,7 +123,8 @@ class LlamaCpp:
         batch = self._llama.llama_batch_get_one(ids, len(tokens))
         if with_all_logits:
             batch.logits = (ctypes.c_int8 * len(tokens))(*[1] * len(tokens))
-        if (status := self._llama.llama_decode(self._context, batch)) != 0:
+        status = self._llama.llama_decode(self._context, batch)
+        if status != 0:
             raise RuntimeError(f"llama.cpp could not decode {len(tokens)} tokens of {self.path}: {status}")
 
 

@@ -231,7 +231,8 @@ def other_heads(name: str, model: MedusaModel) -> System:
 
 def _theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> System | str:
     """A mode of ``transformers``, on the base as it was loaded; or the reason why it cannot run here."""
-    base, options = model.base, dict[str, Any]()
+    base = model.base
+    options = dict[str, Any]()
     if packed_as(base) is not None:
         return (
             "the base is held in its own bits, and transformers would widen it to four bytes a weight; to "
@@ -252,7 +253,8 @@ def _theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> System 
     elif name == LOOKUP:
         options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
     elif name == ASSISTED:
-        if (given := settings.draft_model) is None:
+        given = settings.draft_model
+        if given is None:
             return "it needs a smaller model; give --draft-model"
         if not isinstance(given, PreTrainedModel):
             loaded: Any = load_base(str(given), dtype=base.dtype)
@@ -290,7 +292,8 @@ def _by_llama_cpp(name: str, model: MedusaModel, files: Mapping[str, Path]) -> S
         return f"it needs a GGUF file of the base; give one with --llama-cpp{known}"
     if model.device.type != "cpu":
         return f"it runs on the CPU here, and the base is on {model.device.type}"
-    if (lacks := llama_cpp_unsupported_reason()) is not None:
+    lacks = llama_cpp_unsupported_reason()
+    if lacks is not None:
         return lacks
     return System(name, answered_by(LlamaCpp(files[name], vocab_size(model.base)), end_ids(model.base)))
 

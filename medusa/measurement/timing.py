@@ -137,7 +137,8 @@ def _medians_by_question(
     """[question] = the median of ``value`` over one system's answers to it, without None."""
     found: dict[int, list[float]] = {}
     for answer in answers:
-        if (measured := value(answer)) is not None:
+        measured = value(answer)
+        if measured is not None:
             found.setdefault(answer.question, []).append(measured)
     return {question: median(values) for question, values in found.items()}
 

@@ -124,7 +124,9 @@ def _first_round(
     tokens_per_step: Mapping[int, float] | None,
 ) -> list[int]:
     """Run every tree once, small ones first; the sizes that are worth timing."""
-    kept, best, longest = [], 0.0, 0.0
+    kept = []
+    best = 0.0
+    longest = 0.0
     for size in sorted(trees):
         gain = 1.0 if tokens_per_step is None else tokens_per_step[size]
         if tokens_per_step is not None and longest and gain / longest < HOPELESS * best:
@@ -134,7 +136,8 @@ def _first_round(
         runs = [_step_seconds(model, trees[size], batch, num_steps) for _ in range(2)]
         taken = min((each for each in runs if each is not None), default=None)
         if taken is not None:
-            best, longest = max(best, gain / taken), max(longest, taken)
+            best = max(best, gain / taken)
+            longest = max(longest, taken)
     return kept
 
 
@@ -161,7 +164,8 @@ def _step_seconds(
         wait_for(model.device)
         now = time.perf_counter() - counted.setup_seconds
         if not num_before:
-            began, num_before = now, num_seen
+            began = now
+            num_before = num_seen
             continue
         seconds = (now - began) / (num_seen - num_before)
         if num_seen - num_before >= num_steps:
@@ -222,7 +226,8 @@ def _why_default_stays(before: HeadsCheckpoint, single: TunedTree | None) -> str
     origin = before.tree_origin
     if not all(isinstance(origin.get(key), str) for key in RUNTIME_KEYS):  # never timed
         return None
-    runtime, step = Runtime(*(origin[key] for key in RUNTIME_KEYS)), origin.get("step", DEFAULT_STEP)
+    runtime = Runtime(*(origin[key] for key in RUNTIME_KEYS))
+    step = origin.get("step", DEFAULT_STEP)
     if (runtime, step) == (single.runtime, single.step):
         return None
     return f"it was tuned on {runtime.in_words()}, {step} steps"
@@ -245,7 +250,8 @@ def plot_tuning(tables: Mapping[str, Mapping[str, Any]], path: Path, title: str)
     with figure_of(path, title, [1.0, 1.0]) as (left, right):
         left.plot(sizes, [gains[size] for size in sizes], "o-", color=ORANGE, label="tokens per step")
         for i, (batch, entry) in enumerate(tables.items()):
-            rows, rows_in_words = entry["by_num_nodes"], counted(int(batch), "row")
+            rows = entry["by_num_nodes"]
+            rows_in_words = counted(int(batch), "row")
             nodes = [row["num_nodes"] for row in rows]
             cost = [row["step_seconds"] / rows[0]["step_seconds"] for row in rows]
             speed = [row["tokens_per_second"] / rows[0]["tokens_per_second"] for row in rows]

@@ -230,9 +230,11 @@ class _Endpoints:
     """Shared code of the endpoints that read a body."""
 
     def __init__(self, service: Service, access: AccessOptions):
-        self.service, self.access = service, access
+        self.service = service
+        self.access = access
         self.most_waiting = service.limits.max_rows + service.limits.max_waiting
-        self.preparing, self.compiling = CapacityLimiter(NUM_PREPARING), CapacityLimiter(1)
+        self.preparing = CapacityLimiter(NUM_PREPARING)
+        self.compiling = CapacityLimiter(1)
         self.num_given: Counter[CapacityLimiter] = Counter()
 
     async def _run(self, threads: CapacityLimiter, work: Callable[..., Any], *given: Any) -> Any:
@@ -326,7 +328,8 @@ def _whole(updates: Sequence[Sequence[Update]], replies: AnyReplies, record: _Re
     """
     record.write()
     for of_choice in updates:
-        if (failure := _failure(of_choice[-1].finish_reason)) is not None:
+        failure = _failure(of_choice[-1].finish_reason)
+        if failure is not None:
             raise failure
     return _PatientResponse(replies.whole(updates, record.usage))
 
@@ -462,7 +465,8 @@ async def _unless_disconnected(request: Request, work: Any) -> Any:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(leaves())
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(leaves())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
@@ -482,14 +486,17 @@ class _Record:
         num_prompt: int,
         log_prompts: bool,
     ):
-        self.answers, self.num_prompt, self.began = answers, num_prompt, time.monotonic()
+        self.answers = answers
+        self.num_prompt = num_prompt
+        self.began = time.monotonic()
         self.is_written = False
         self.state = request.scope["state"]
         self.entry = {"request_id": self.state["request_id"], "path": request.url.path}
         self.entry |= {"stream": asked.stream, "n": asked.n}
         self.num_choices = asked.n  # of each prompt
         self.num_to_read = num_prompt * asked.n
-        if unread := self.state["unread"]:
+        unread = self.state["unread"]
+        if unread:
             self.entry["ignored"] = unread[:MAX_TOLD]
         if log_prompts:
             prompt = asked.messages if isinstance(asked, ChatRequest) else asked.prompt

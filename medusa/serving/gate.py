@@ -42,13 +42,16 @@ class Gate:
     """Hosts, origins, keys, body sizes and request ids, before anything is read or parsed."""
 
     def __init__(self, app: Callable[..., Any], access: AccessOptions):
-        self.app, self.access, self.num_under_way = app, access, 0
+        self.app = app
+        self.access = access
+        self.num_under_way = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        if (absolute := ABSOLUTE.match(scope["path"])) is not None:  # the target of a request to a proxy
+        absolute = ABSOLUTE.match(scope["path"])
+        if absolute is not None:  # the target of a request to a proxy
             path = scope["path"][absolute.end() :] or "/"
             scope = {**scope, "path": path, "raw_path": path.encode()}
         scope.setdefault("state", {})["request_id"] = identity = uuid.uuid4().hex
@@ -59,7 +62,8 @@ class Gate:
             if message["type"] == "http.response.start":
                 has_begun = True
                 own = [(b"x-request-id", identity.encode()), (b"x-content-type-options", b"nosniff")]
-                if unread := scope["state"].get("unread"):
+                unread = scope["state"].get("unread")
+                if unread:
                     own.append((b"x-ignored-fields", as_header(unread)))
                 message["headers"] = [*message["headers"], *own]
             await send(message)

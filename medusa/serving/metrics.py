@@ -18,7 +18,8 @@ class _BatchCollector(Collector):
     """Metrics of the batches, collected on demand."""
 
     def __init__(self, batches: Mapping[bool, Batch], num_submitted: Callable[[], int]):
-        self.batches, self.num_submitted = batches, num_submitted
+        self.batches = batches
+        self.num_submitted = num_submitted
 
     def collect(self) -> Iterable[Metric]:
         batches = [*self.batches.values()]

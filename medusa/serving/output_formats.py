@@ -180,10 +180,12 @@ def _check_parameters(kind: str, name: str, schema: Mapping[str, Any]) -> None:
     """Raise ValueError unless everything in ``schema`` about the parameters of ``name`` can be kept, with
     parameters written one by one, and parsed."""
     of = f"the parameters of {name!r}"
-    properties, types = schema.get("properties") or {}, schema["type"]
+    properties = schema.get("properties") or {}
+    types = schema["type"]
     if "object" not in (types if isinstance(types, list) else [types]):
         raise ValueError(f"{of} must be an object, got {types!r:.40}")
-    if unkept := sorted({*schema} - OF_PARAMETERS):
+    unkept = sorted({*schema} - OF_PARAMETERS)
+    if unkept:
         raise ValueError(
             f"{unkept[0]!r:.60} of {of} cannot be kept in the form in which this model calls; leave it out"
         )
@@ -209,7 +211,8 @@ def _check_text(of: str, schema: Any) -> None:
     is_any = _may_be_any_text(schema)
     if is_any or types_of(schema) == {"string"}:
         kept = {"type"} if is_any else {"type", "enum", "const"}
-        if unkept := sorted(_keys_of(schema, kept)):
+        unkept = sorted(_keys_of(schema, kept))
+        if unkept:
             raise ValueError(
                 f"{unkept[0]!r:.60} of {of}, a text, cannot be kept in the form in which this model calls; "
                 "leave it out, or list the texts under enum"
@@ -242,10 +245,12 @@ def _by_parameter(
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     properties = schema.get("properties") or {}
     required = [key for key in schema.get("required") or () if key in properties]
-    keys, rules = [*required, *(key for key in properties if key not in required)], []
+    keys = [*required, *(key for key in properties if key not in required)]
+    rules = []
     end = json.dumps("\n</parameter>\n") if kind == "xml" else ""
     for number, key in enumerate(keys):
-        value, place = properties[key], f"{index}_{number}"
+        value = properties[key]
+        place = f"{index}_{number}"
         begin = f"<parameter={key}>\n" if kind == "xml" else f"{key}="
         is_any = kind == "xml" and _may_be_any_text(value)  # verbatim, up to the first mark
         rules.append(f"given_{place}: {json.dumps(begin)} value_{place}" + (' "\\n"' if is_any else ""))
@@ -257,12 +262,11 @@ def _by_parameter(
             schema_of_value = {**definitions, **value} if isinstance(value, Mapping) else {"not": {}}
             rules += [f"value_{place}: json_{place} {end}", json_rule(f"json_{place}", schema_of_value)]
     names = [f"given_{index}_{number}" for number in range(len(keys))]
-    first, rest = names[: len(required)], names[len(required) :]
+    first = names[: len(required)]
+    rest = names[len(required) :]
     if kind == "xml":
-        before, after = (
-            as_terminals(f"<tool_call>\n<function={name}>\n"),
-            as_terminals("</function>\n</tool_call>"),
-        )
+        before = as_terminals(f"<tool_call>\n<function={name}>\n")
+        after = as_terminals("</function>\n</tool_call>")
         return [f"call_{index}: {' '.join([before, *first, *(f'{each}?' for each in rest), after])}", *rules]
     behind = [f'(", " {each})?' for each in rest]
     given = " ".join([' ", " '.join(first), *behind])

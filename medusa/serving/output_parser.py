@@ -69,12 +69,10 @@ class OutputParser:
         in_reasoning: bool = False,
     ):
         self.num_calls = 0
-        self._format, self._tools, self._most, self._is_thinking = (
-            output_format,
-            tools or {},
-            most,
-            in_reasoning,
-        )
+        self._format = output_format
+        self._tools = tools or {}
+        self._most = most
+        self._is_thinking = in_reasoning
         self._held, self._at, self._is_whole = "", 0, False  # received text, parsed length
         self._blank, self._drops_blank = "", False
         self._parts: list[Part] = []
@@ -92,7 +90,8 @@ class OutputParser:
 
     def _read_on(self) -> list[Part]:
         next(self._reading, None)
-        parts, self._parts = self._parts, []
+        parts = self._parts
+        self._parts = []
         return parts
 
     # What is found
@@ -132,7 +131,8 @@ class OutputParser:
 
     def _commit(self) -> None:
         """Consumes the parsed text."""
-        self._held, self._at = self._held[self._at :], 0
+        self._held = self._held[self._at :]
+        self._at = 0
 
     def _until(self, marks: Collection[str], say: Callable[[str], object]) -> Generator[None, None, str]:
         """Hands text on as it comes, up to one of ``marks``, which is taken and returned; "" at the end."""
@@ -257,7 +257,8 @@ class OutputParser:
     def _json_call(self) -> Asking:
         if not (yield from self._skip("{")):
             return False
-        begin, key = self._at - 1, (yield from self._string())
+        begin = self._at - 1
+        key = yield from self._string()
         if key in ARGUMENTS:  # the name may come later: wait for the complete object
             self._at = begin
             return (yield from self._call_by_whole_object())
@@ -278,7 +279,8 @@ class OutputParser:
         return True
 
     def _call_by_whole_object(self) -> Asking:
-        before, pieces = self._held[: self._at], list[str]()
+        before = self._held[: self._at]
+        pieces = list[str]()
         self._commit()
         yield from self._object(pieces.append)
         given = _json("".join(pieces))
@@ -303,7 +305,8 @@ class OutputParser:
         self._at = end + 1
         self._commit()
         self._call(name)
-        joint, properties = "{", (self._tools[name].get("parameters") or {}).get("properties") or {}
+        joint = "{"
+        properties = (self._tools[name].get("parameters") or {}).get("properties") or {}
         while (yield from self._skip("<parameter=")):
             self._commit()
             key: list[str] = []
@@ -324,7 +327,9 @@ class OutputParser:
         while not self._held and not self._is_whole:
             yield
         self._held = self._held.removeprefix("\n")
-        ends, value, types = ["\n</parameter>", "</parameter>"], list[str](), types_of(schema)
+        ends = ["\n</parameter>", "</parameter>"]
+        value = list[str]()
+        types = types_of(schema)
         if not schema or types == {"string"}:
             self._argue('"')
             if (yield from self._until(ends, lambda text: self._argue(_quoted(text)[1:-1]))):
@@ -365,7 +370,8 @@ class OutputParser:
                     return False
                 end = len(self._held)
                 yield
-            if (given := _python(self._held[head.end() - 1 : end])) is not None:
+            given = _python(self._held[head.end() - 1 : end])
+            if given is not None:
                 break
         self._at = end
         self._commit()

@@ -29,7 +29,8 @@ DONE = "[DONE]"
 
 def read(reader: OutputParser, update: Update) -> tuple[list[Part], str | None]:
     """The parts of an update, and the finish reason if the answer ends."""
-    parts, reason = reader.feed("".join(piece.text for piece in update.pieces)), update.finish_reason
+    parts = reader.feed("".join(piece.text for piece in update.pieces))
+    reason = update.finish_reason
     if reason is not None:
         parts += reader.finish()
     return parts, "tool_calls" if reason == "stop" and reader.num_calls else reason
@@ -53,7 +54,8 @@ class Replies:
         reader_of: Callable[[], OutputParser] | None = None,
         echoed: Sequence[str] = (),
     ):
-        self.is_chat, self.tokenizer = isinstance(asked, ChatRequest | InfillRequest), tokenizer
+        self.is_chat = isinstance(asked, ChatRequest | InfillRequest)
+        self.tokenizer = tokenizer
         self.wants_logprobs = asked.num_logprobs is not None
         options = asked.stream_options
         self.wants_usage = bool(options and options.include_usage)
@@ -65,7 +67,8 @@ class Replies:
         }
         self._before: dict[int, int] = {}  # the last token that was told, by choice
         self._texts: dict[int, tuple[int, Any]] = {}  # characters that were told, and how bytes become more
-        self._echoed, self._readers = echoed, defaultdict[int, OutputParser](reader_of)
+        self._echoed = echoed
+        self._readers = defaultdict[int, OutputParser](reader_of)
 
     def whole(self, updates: Sequence[Sequence[Update]], usage: dict[str, Any]) -> dict[str, Any]:
         """The body of a reply that is not streamed, of all updates of each choice."""
@@ -203,7 +206,8 @@ class LlamaReplies:
     """The objects of one reply of llama.cpp's own form: flat, and a stream ends with the one that stops."""
 
     def __init__(self, asked: LlamaInfillRequest, model_name: str):
-        self._asked, self._model_name = asked, model_name
+        self._asked = asked
+        self._model_name = model_name
         self._reason: str | None = None
 
     def whole(self, updates: Sequence[Sequence[Update]], usage: dict[str, Any]) -> dict[str, Any]:
@@ -224,7 +228,8 @@ class LlamaReplies:
 
     def end(self, usage: dict[str, Any]) -> list[Any]:
         """The last chunk, with the counts of tokens."""
-        num_prompt, num_reused = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+        num_prompt = usage["prompt_tokens"]
+        num_reused = usage["prompt_tokens_details"]["cached_tokens"]
         num_tokens = usage["completion_tokens"] if self._asked.max_tokens else 0
         last: dict[str, Any] = {
             "index": 0,
@@ -259,7 +264,8 @@ def _name(spelt: bytes) -> str:
 
 def _add_to_calls(calls: list[dict[str, Any]], part: Part) -> None:
     if part.kind == "call":
-        function, identity = {"name": part.text, "arguments": ""}, f"call_{uuid.uuid4().hex[:24]}"
+        function = {"name": part.text, "arguments": ""}
+        identity = f"call_{uuid.uuid4().hex[:24]}"
         calls.append({"index": part.number, "id": identity, "type": "function", "function": function})
     elif calls:
         calls[-1]["function"]["arguments"] += part.text
@@ -330,7 +336,10 @@ class RequestError(Exception):
         retry_after: int | None = None,
     ):
         super().__init__(message)
-        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
 
     @property
     def body(self) -> dict[str, Any]:

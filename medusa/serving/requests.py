@@ -92,13 +92,15 @@ def _few(given: Any) -> Any:
 
 
 def _for_the_template(given: dict[str, Any]) -> dict[str, Any]:
-    if taken := TEMPLATE_PARAMETERS.intersection(given):
+    taken = TEMPLATE_PARAMETERS.intersection(given)
+    if taken:
         raise ValueError(f"must leave {min(taken)} out, which is the server's to say")
     return given
 
 
 def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
-    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    properties = schema.get("properties") or {}
+    required = schema.get("required") or []
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise ValueError("properties must be an object, and required a list")
     if not all(isinstance(name, str) for name in required):
@@ -157,7 +159,8 @@ class Body(BaseModel):
         found = {f"{place}{shortened(name)}": None for name, value in given.items() if value is not None}
         fields = self.__class__.model_fields
         for name in self.model_fields_set & fields.keys():
-            value, named = getattr(self, name), fields[name].alias or name
+            value = getattr(self, name)
+            named = fields[name].alias or name
             inner = f"{place}{named}[]." if isinstance(value, list) else f"{place}{named}."
             for each in value if isinstance(value, list) else [value]:
                 if isinstance(each, Body):
@@ -419,7 +422,8 @@ class ChatMessage(Body):
             elif name == "content":
                 message["content"] = text_of(self.content)
             elif name in ("reasoning_content", "reasoning"):
-                if (thought := self.reasoning_content or self.reasoning) is not None:
+                thought = self.reasoning_content or self.reasoning
+                if thought is not None:
                     message["reasoning_content"] = thought
             elif name == "tool_calls":
                 if value:

@@ -193,13 +193,15 @@ class ResponsesRequest(SharedFields):
             messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
-        thought, names = None, dict[str, str]()
+        thought = None
+        names = dict[str, str]()
         for item in self.input:
             if item.type == "reasoning":
                 thought = text_of(item.content) or text_of(item.summary) or None
             elif item.type == "function_call":
                 function = {"name": item.name, "arguments": item.arguments}
-                call, names[item.call_id or ""] = {"id": item.call_id, "function": function}, item.name or ""
+                call = {"id": item.call_id, "function": function}
+                names[item.call_id or ""] = item.name or ""
                 if thought is not None or not (messages and messages[-1].get("tool_calls")):
                     messages.append({"role": "assistant", "reasoning_content": thought, "tool_calls": []})
                     thought = None
@@ -210,7 +212,8 @@ class ResponsesRequest(SharedFields):
             else:
                 message = {"role": item.role, "content": text_of(item.content)}
                 if item.role == "assistant":
-                    message["reasoning_content"], thought = thought, None
+                    message["reasoning_content"] = thought
+                    thought = None
                 messages.append(message)
         return messages
 
@@ -240,7 +243,9 @@ class ResponseReplies:
     """
 
     def __init__(self, asked: ResponsesRequest, model_name: str, tokenizer: Any, reader: OutputParser):
-        self._asked, self._tokenizer, self._reader = asked, tokenizer, reader
+        self._asked = asked
+        self._tokenizer = tokenizer
+        self._reader = reader
         self._number = 0
         self._reason: str | None = None
         self._output: list[dict[str, Any]] = []
@@ -375,7 +380,8 @@ class ResponseReplies:
         """The last item is whole, or will not be."""
         if not self._is_open:
             return []
-        self._is_open, item = False, self._output[-1]
+        self._is_open = False
+        item = self._output[-1]
         item["status"] = status
         if item["type"] == "function_call":
             given = {"arguments": item["arguments"], "name": item["name"]}

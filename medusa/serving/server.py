@@ -30,10 +30,14 @@ class SignalledServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, service: Service, grace_seconds: float = 30.0):
         super().__init__(config)
-        self.service, self.grace_seconds, self.is_hurried = service, grace_seconds, False
+        self.service = service
+        self.grace_seconds = grace_seconds
+        self.is_hurried = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.service.is_draining, self.is_hurried, self.should_exit = True, self.should_exit, True
+        self.service.is_draining = True
+        self.is_hurried = self.should_exit
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.ensure_future(self._end_what_is_late())
@@ -145,13 +149,17 @@ def _address_errors(where: str) -> Iterator[None]:
 @contextmanager
 def log_to_standard_error() -> Iterator[None]:
     """One line a record, JSON where the record is a request; the logger is as it was when the block ends."""
-    handlers, propagate, level = log.handlers, log.propagate, log.level
+    handlers = log.handlers
+    propagate = log.propagate
+    level = log.level
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.handlers, log.propagate = [handler], False
+    log.handlers = [handler]
+    log.propagate = False
     log.setLevel(logging.INFO)
     try:
         yield
     finally:
-        log.handlers, log.propagate = handlers, propagate
+        log.handlers = handlers
+        log.propagate = propagate
         log.setLevel(level)

@@ -113,8 +113,11 @@ class Service:
     ):
         if model.tokenizer is None:
             raise ValueError("a server needs a tokenizer; pass tokenizer= to MedusaModel.from_pretrained")
-        self.model, self.options, self.tokenizer = model, options, model.tokenizer
-        self.template_options, self.num_owners = template_options or {}, num_owners
+        self.model = model
+        self.options = options
+        self.tokenizer = model.tokenizer
+        self.template_options = template_options or {}
+        self.num_owners = num_owners
         self.names = options.served_model_name or (PurePath(model.base.name_or_path or "model").name,)
         """Model names that clients may use; the first is the official one."""
         self.limits = BatchLimits(
@@ -162,9 +165,9 @@ class Service:
     def takes_several_systems(self) -> bool:
         """Whether the chat template shows more than one system message to the model."""
         texts = "said at first", "said after it"
-        shortened = [{"role": "system", "content": text} for text in texts]
+        systems = [{"role": "system", "content": text} for text in texts]
         try:
-            messages = as_template([*shortened, {"role": "user", "content": "a"}], self.tokenizer)
+            messages = as_template([*systems, {"role": "user", "content": "a"}], self.tokenizer)
             shown = self._rendered(messages)
         except TEMPLATE_ERRORS:
             return False
@@ -228,8 +231,8 @@ class Service:
     @functools.cached_property
     def _controls(self) -> re.Pattern[str]:
         names = {*self._control_names.values(), *(self.infill.names if self.infill else ())}
-        as_terminals = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, as_terminals)) or "(?!)")
+        longest_first = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def _cut(self, given: Any) -> Any:
         """``given`` with the mark after the first character of each control token in its texts."""
@@ -259,10 +262,12 @@ class Service:
     def grammar(self, asked: ChatRequest | CompletionRequest, prompt: Sequence[int]) -> Grammar:
         """The grammar of the answer to ``prompt``, after its reasoning, where it ``is_formed``."""
         chat = asked if isinstance(asked, ChatRequest) else None
-        text, must_call = asked.text_form, chat.must_call if chat else []
+        text = asked.text_form
+        must_call = chat.must_call if chat else []
         name = "tool_choice" if must_call or text is None else text.field
         try:
-            grammars, output_format = self._grammars, self.output_format if chat else OutputFormat()
+            grammars = self._grammars
+            output_format = self.output_format if chat else OutputFormat()
             rules = [f"answer: {output_format.text_around(grammars.as_terminals)} text"]
             if must_call:
                 rules = ["answer: call", *output_format.call_rules(must_call, grammars.as_terminals)]
@@ -359,7 +364,8 @@ class Service:
         self, infill: InfillTokens, given: str | list[int], suffix: str, asked: CompletionRequest
     ) -> list[int]:
         """The tokens of a text with a gap before ``suffix``; control tokens that either spells are text."""
-        after, start = self._tokens_after(suffix, asked.suffix_name), start_tokens(self.tokenizer)
+        after = self._tokens_after(suffix, asked.suffix_name)
+        start = start_tokens(self.tokenizer)
         if isinstance(given, str):
             self._check_length(given, asked.prompt_name)
             first, *more = self._cut(given).split(self._mark)
@@ -416,11 +422,13 @@ class Service:
                 "the server started with --allow-plain",
                 param="medusa_plain",
             )
-        if (refusal := asked.refused()) is not None:
+        refusal = asked.refused()
+        if refusal is not None:
             raise RequestError(refusal[1], param=refusal[0])
         is_gap = isinstance(asked, CompletionRequest) and (asked.suffix or isinstance(asked, InfillRequest))
         if is_gap and self.infill is None:
-            name, can_do_without = asked.suffix_name, not isinstance(asked, InfillRequest)
+            name = asked.suffix_name
+            can_do_without = not isinstance(asked, InfillRequest)
             advice = f"leave {name} out" if can_do_without else "ask /v1/completions to go on with a text"
             raise RequestError(
                 f"{name} needs a model that was trained to fill in the middle, and the tokenizer of this one "
@@ -430,7 +438,8 @@ class Service:
             )
         self._check_tokens([int(key) for key in asked.logit_bias or {}], "logit_bias")
         self._check_open()
-        if asked.num_answers > (most := self.limits.max_rows + self.limits.max_waiting):
+        most = self.limits.max_rows + self.limits.max_waiting
+        if asked.num_answers > most:
             raise RequestError(
                 f"a request may want {most} answers here, got {asked.num_answers}; ask for fewer at once",
                 param="n",
@@ -462,9 +471,9 @@ class Service:
             text = text_of(asked.prediction.content)
             self._check_length(text, "prediction")
             expected = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            if len(expected) > (most := self.max_tokens):
+            if len(expected) > self.max_tokens:
                 raise RequestError(
-                    f"{_FULL.format(most)}, and prediction has {len(expected)}; shorten it",
+                    f"{_FULL.format(self.max_tokens)}, and prediction has {len(expected)}; shorten it",
                     param="prediction",
                     code="context_length_exceeded",
                 )
@@ -476,9 +485,14 @@ class Service:
             for prompt in prompts
             for request in self._requests(asked, prompt, expected, grammar, owner)
         ]
-        spelling = asked.stops, marks, self._control_names if asked.stops else None
+        controls = self._control_names if asked.stops else None
         return [
-            Answer(request, AnswerText(self.tokenizer, *spelling), listener_of(number), **known)
+            Answer(
+                request,
+                AnswerText(self.tokenizer, asked.stops, marks, controls),
+                listener_of(number),
+                **known,
+            )
             for number, request in enumerate(requests)
         ]
 
@@ -499,7 +513,8 @@ class Service:
         }
         processors = LogitsProcessorList()
         if asked.frequency_penalty or asked.presence_penalty:
-            frequency, presence = asked.frequency_penalty or 0.0, asked.presence_penalty or 0.0
+            frequency = asked.frequency_penalty or 0.0
+            presence = asked.presence_penalty or 0.0
             processors.append(OccurrencePenalty(len(prompt), frequency, presence))
         if self.model.base.generation_config.pad_token_id is None:
             arguments["pad_token_id"] = 0  # fills nothing here, and without it transformers warns
@@ -579,8 +594,8 @@ class Service:
         else:
             self._check_length(asked.prompt, "prompt")
             ids = self.tokenizer(asked.prompt, add_special_tokens=asked.add_special_tokens)["input_ids"]
-        as_terminals = self.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
-        return {"count": len(ids), "max_model_len": self.context, "tokens": ids, "token_strs": as_terminals}
+        names = self.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+        return {"count": len(ids), "max_model_len": self.context, "tokens": ids, "token_strs": names}
 
     def text(self, asked: DetokenizeRequest) -> dict[str, Any]:
         """The text of tokens."""

@@ -57,11 +57,14 @@ class Answer:
         prediction: Sequence[int] = (),
     ):
         self.row = Row(request, tag=weakref.ref(self), owner=owner)  # no cycle: its memory goes with it
-        self.text, self.listener, self.is_plain = text, listener, is_plain
+        self.text = text
+        self.listener = listener
+        self.is_plain = is_plain
         self.arrived = self.last = time.monotonic()
         self.deadline = self.arrived + seconds
         self.num_tokens = self.num_steps = 0
-        self.drafted, self.accepted = Counter[int](), Counter[int]()
+        self.drafted = Counter[int]()
+        self.accepted = Counter[int]()
         """Draft tokens by depth, and emitted tokens by depth; 0 for the base model's own."""
         self._logprobs: list[TokenLogprobs] = []
         self._num_told = 0
@@ -74,7 +77,8 @@ class Answer:
         """The log-probabilities that are not told yet, of ``new`` tokens too, as far as their text is out."""
         self._logprobs += new
         num_new = min(self.text.num_told - self._num_told, len(self._logprobs))
-        told, self._logprobs = self._logprobs[:num_new], self._logprobs[num_new:]
+        told = self._logprobs[:num_new]
+        self._logprobs = self._logprobs[num_new:]
         self._num_told += num_new
         return told
 
@@ -87,7 +91,8 @@ class Worker:
     """Runs ``batches``, drafted (False) and perhaps plain (True), on a thread of its own."""
 
     def __init__(self, batches: Mapping[bool, Batch], metrics: ServerMetrics):
-        self.batches, self.metrics = dict(batches), metrics
+        self.batches = dict(batches)
+        self.metrics = metrics
         self.seconds = dict.fromkeys(self.batches, 0.0)
         self._changed = threading.Condition()
         self._added: list[Answer] = []
@@ -168,10 +173,12 @@ class Worker:
     def _lose_answers(self) -> None:
         """End running answers with an error, and at the end waiting ones too."""
         with self._changed:
-            lost, self._active = self._active, set()
+            lost = self._active
+            self._active = set()
             reason = "shutdown" if self._is_closing else "error"
             if self._is_closing:
-                lost, self._added = lost.union(self._added), []
+                lost = lost.union(self._added)
+                self._added = []
         for batch in self.batches.values():
             batch.clear()
         for answer in lost:
@@ -182,8 +189,10 @@ class Worker:
         with self._changed:
             while not (self._is_closing or self._added or self._cancelled or self._is_busy):
                 self._changed.wait()
-            added, self._added = self._added, []
-            cancelled, self._cancelled = self._cancelled, []
+            added = self._added
+            self._added = []
+            cancelled = self._cancelled
+            self._cancelled = []
             if self._is_closing:
                 self._added = added
                 return False
@@ -222,8 +231,10 @@ class Worker:
             self._tell(each)
 
     def _tell(self, output: RowOutput) -> None:
-        row, reason = output.row, output.finish_reason
-        answer, error = row.tag(), None if row.error is None else row.take_error()
+        row = output.row
+        reason = output.finish_reason
+        answer = row.tag()
+        error = None if row.error is None else row.take_error()
         if answer not in self._active:  # a stop string has ended it earlier in the step
             return
         text = answer.text
@@ -236,7 +247,8 @@ class Worker:
             return
         tokens = output.tokens
         num_text = len(tokens) - (reason == "stop" and tokens[-1] in row.request.eos_ids)
-        now, num_prompt = time.monotonic(), int(row.request.lengths[0])
+        now = time.monotonic()
+        num_prompt = int(row.request.lengths[0])
         num_fed, pieces = text.feed(tokens[:num_text], output.depths[:num_text])
         num_new = num_fed if text.is_stopped else len(tokens)
         if answer.num_steps == 0:

@@ -295,8 +295,8 @@ class RunOptions:
     """Nodes of the candidate tree that is calibrated on held-out documents at the end."""
 
     def __post_init__(self) -> None:
-        steps = ("logging_steps", "evaluation_steps", "checkpoint_steps")
-        check_at_least(self, 1, *steps, "keep_checkpoints", "tree_nodes")
+        check_at_least(self, 1, "logging_steps", "evaluation_steps", "checkpoint_steps")
+        check_at_least(self, 1, "keep_checkpoints", "tree_nodes")
         check_at_least(self, 0, "replayed_documents")
         check_above(self, 0, "checkpoint_minutes", "timeout_minutes")
         if self.overwrite and self.resume != "never":
@@ -327,7 +327,8 @@ class TrainingConfiguration:
             raise ValueError("data must name at least one file or hub id; pass --data FILE")
         if not (self.run.inspect or self.optimisation.has_limit):
             raise ValueError(f"one of {', '.join(LIMITS)} must say how long to train, got none")
-        joint, base_placement = self.joint.joint, self.base.base_placement
+        joint = self.joint.joint
+        base_placement = self.base.base_placement
         for is_wrong, message in (
             (
                 joint and self.heads.head_kind != "medusa",
@@ -419,7 +420,7 @@ class TrainingConfiguration:
         return yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True)
 
 
-MEMORY_KEYS = (
+REMEDY_KEYS = (
     "learning_rate",
     "final_learning_rate",
     "max_grad_norm",
@@ -436,10 +437,10 @@ RESUMABLE_KEYS = frozenset(
         "block_elements",
         "cache_hidden_states",
         "gradient_accumulation_steps",  # the checkpoint says whether a step still takes the same batches
-        *MEMORY_KEYS,
+        *REMEDY_KEYS,
     )
 ) | {each.name for each in dataclasses.fields(RunOptions)}
-"""Keys that a resumed run may change: length, speed, reports, and :data:`MEMORY_KEYS`."""
+"""Keys that a resumed run may change: length, speed, reports, and :data:`REMEDY_KEYS`."""
 
 
 def changed_keys(earlier: Mapping[str, Any], now: TrainingConfiguration) -> list[str]:

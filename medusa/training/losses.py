@@ -99,7 +99,8 @@ def align(
     sources = targets - 1 - depths  # (K + 1, S)
     preceding = tokens[sources[:-1].clamp(min=0)]  # (K, S)
     inside = positions[targets] - 1 >= depths
-    sources, has_column = sources.masked_fill(~inside, -1), columns >= 0
+    sources = sources.masked_fill(~inside, -1)
+    has_column = columns >= 0
     unmapped = sources[1:, ~has_column]
     return Alignment(columns[has_column], sources[:, has_column], preceding[:, has_column], unmapped)
 
@@ -240,7 +241,8 @@ def _loss_and_gradient(
         columns: (C,) long, the targets.
         teacher: p; needed if ``kl_weight`` is above 0.
     """
-    targets, ce_weight = columns[:, None], 1 - kl_weight
+    targets = columns[:, None]
+    ce_weight = 1 - kl_weight
     loss = ce_weight * -log_q.gather(1, targets)[:, 0]
     if kl_weight:
         assert teacher is not None

@@ -16,6 +16,7 @@ from medusa.assets import cache_home
 from medusa.base.causal_lm import lm_head, new_cache, prefill, verify
 from medusa.decoding.batch import BatchLimits, Row
 from medusa.engine import compiled as compiled_passes
+from medusa.engine import pass_parts
 from medusa.engine.compiled import CompiledPass, layers_unsupported_reason, library_paths
 from medusa.engine.engine_state import apply_engine
 from medusa.engine.kernels import kernels_unsupported_reason
@@ -132,7 +133,7 @@ def check_a_view(engine, base):
 
 def test_compiled_passes_are_exact_kept_and_serve_other_weights(capsys, monkeypatch):
     torch.manual_seed(7)
-    monkeypatch.setattr(compiled_passes, "MOST_TOGETHER", 2)
+    monkeypatch.setattr(pass_parts, "MOST_TOGETHER", 2)
     config = LlamaConfig(**{**GROUPED, "num_hidden_layers": 4})
     base, other = (LlamaForCausalLM(config).eval() for _ in range(2))
     check_a_view("packed", base)
@@ -179,7 +180,7 @@ def test_a_library_is_named_for_all_that_it_depends_on_but_weights(monkeypatch):
     others = (paths("int8"), paths(rms_norm_eps=0.1), paths(hidden_act="gelu"), paths(intermediate_size=64))
     assert len({path for each in (paths(), *others) for path in each}) == 15
     for together, libraries in ((2, 3), (1, 4)):
-        monkeypatch.setattr(compiled_passes, "MOST_TOGETHER", together)
+        monkeypatch.setattr(pass_parts, "MOST_TOGETHER", together)
         two_kinds = library_paths(apply_engine(tiny_model("gemma3"), "packed"))
         assert len(two_kinds) == libraries, "layers of two kinds in one library, or in one each"
 

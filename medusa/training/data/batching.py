@@ -91,7 +91,8 @@ def collate(documents: Documents, rows: Sequence[Sequence[int]]) -> PaddedBatch:
     for index, row in enumerate(rows):
         end = 0
         for document in (documents[number] for number in row):
-            start, end = end, end + len(document.tokens)
+            start = end
+            end = end + len(document.tokens)
             input_ids[index, start:end] = torch.from_numpy(document.tokens)
             is_label[index, start:end] = torch.from_numpy(document.is_label)
             positions[index, start:] = torch.arange(width - start)

@@ -81,7 +81,8 @@ class Renderer:
         template_kwargs: Mapping[str, Any] | None = None,
         max_length: int | None = None,
     ):
-        self.tokenizer, self.template_kwargs = tokenizer, template_kwargs or {}
+        self.tokenizer = tokenizer
+        self.template_kwargs = template_kwargs or {}
         self.max_length = max_length
         check_template_kwargs(self.template_kwargs)
         self.skipped: Counter[str] = Counter()
@@ -101,7 +102,8 @@ class Renderer:
             return self._continued(example)
         example = replace(example, template_options={**self.template_kwargs, **example.template_options})
         documents: list[RenderedText] = []
-        text, written = "", list[tuple[int, int]]()
+        text = ""
+        written = list[tuple[int, int]]()
         for index in _answer_indices(example.messages):
             if example.messages[index].get("train") is False:
                 self._skip("an answer that its row takes out")
@@ -143,10 +145,11 @@ class Renderer:
                 "its answer"
             )
         prompt, answer = (message["content"] for message in example.messages)
-        last_text, unshown = example.messages[1], "reasoning or tool calls without a template that shows them"
+        reply = example.messages[1]
+        unshown = "reasoning or tool calls without a template that shows them"
         for why, is_so in (
-            ("an answer that its row takes out", last_text.get("train") is False),
-            (unshown, last_text.get("reasoning_content") or last_text.get("tool_calls")),
+            ("an answer that its row takes out", reply.get("train") is False),
+            (unshown, reply.get("reasoning_content") or reply.get("tool_calls")),
             ("an empty answer", not answer),
         ):
             if is_so:
@@ -158,11 +161,13 @@ class Renderer:
     def _answered(self, example: Example, index: int, is_cut: bool) -> tuple[str, str]:
         """The prompt of the answer at ``index``, and the text that the model then wrote; None where it cannot
         have written that."""
-        message, before = example.messages[index], example.messages[:index]
+        message = example.messages[index]
+        before = example.messages[:index]
         options = dict(example.template_options)
         prompt = self._templated(before, example.origin, add_generation_prompt=True, **options)
         shown = self._shown([*before, message], example.origin, **options)
-        content, reasoning = message["content"].strip(), str(message.get("reasoning_content") or "").strip()
+        content = message["content"].strip()
+        reasoning = str(message.get("reasoning_content") or "").strip()
         calls = message.get("tool_calls")
         if not (content or reasoning or calls):
             return self._skip("an empty answer")
@@ -299,7 +304,8 @@ def _without_blanks(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The first and last characters of tokens (T,) in ``text``, without the blanks that the tokens ``marks``
     cover."""
-    starts, ends = starts.copy(), ends.copy()
+    starts = starts.copy()
+    ends = ends.copy()
     for place in np.flatnonzero(np.isin(ids, marks)):
         covered = text[starts[place] : ends[place]]
         starts[place] += len(covered) - len(covered.lstrip())
@@ -520,13 +526,15 @@ def held_out_answers(provenances: Mapping[str, Mapping[str, Any]], tokenizer: An
     for label, other in others:
         both = (dataclasses.asdict(options), dataclasses.asdict(_data_options(label, other)))
         ours, theirs = ({key: each[key] for key in each if key not in ONLY_IN_TRAINING} for each in both)
-        if differing := differences(ours, theirs):
+        differing = differences(ours, theirs)
+        if differing:
             raise ValueError(
                 f"{first!r} and {label!r} held out other conversations: {'; '.join(differing)}; give "
                 "--prompts that neither was trained on"
             )
     data = load_data(options, tokenizer)
-    found, recorded = data.counts["held-out labels"], provenance.get("data", {}).get("held-out labels")
+    found = data.counts["held-out labels"]
+    recorded = provenance.get("data", {}).get("held-out labels")
     if found != recorded:
         raise ValueError(
             f"the run of {first!r} held out {recorded} answer tokens, {options.data} now gives {found}: the "

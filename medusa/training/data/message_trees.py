@@ -97,7 +97,8 @@ def joined_trees(messages: Sequence[TreeMessage]) -> list[TreeMessage]:
     """
     by_identity: dict[Any, TreeMessage] = {}
     for each in messages:
-        if (other := by_identity.setdefault(each.identity, each)) is not each:
+        other = by_identity.setdefault(each.identity, each)
+        if other is not each:
             raise ValueError(
                 f"{each.origin}: message_id must differ between messages, got {each.identity!r:.80} in "
                 f"{other.origin} too; leave one of them out"
@@ -113,7 +114,8 @@ def joined_trees(messages: Sequence[TreeMessage]) -> list[TreeMessage]:
         by_identity[each.parent].replies.append(each)
     firsts = [each for each in messages if each.parent is None]
     reached = {id(each) for first in firsts for each in first.with_replies()}
-    if lost := next((each for each in messages if id(each) not in reached), None):
+    lost = next((each for each in messages if id(each) not in reached), None)
+    if lost:
         raise ValueError(
             f"{lost.origin}: parent_id must lead to a first message, which has none, and leads in a circle; "
             "mend it, or leave these messages out"

@@ -108,7 +108,8 @@ def expanded(sources: Sequence[str], split: str = "train") -> list[str]:
 
 
 def _files_of(source: str, split: str) -> list[str]:
-    path, types = Path(source), ", ".join(FILE_TYPES)
+    path = Path(source)
+    types = ", ".join(FILE_TYPES)
     if path.is_file():
         if not source.endswith(FILE_TYPES):
             raise ValueError(f"data file {source!r} must end in one of {FILE_TYPES}")
@@ -184,7 +185,8 @@ def parse_row(row: Any, origin: str) -> Example:
     check_keepable(row, origin)
     was_cut = row.get("finish_reason") == "length"
     given = template_options(row, origin)
-    if (named := next((key for key in _CONVERSATIONS if row.get(key) is not None), None)) is not None:
+    named = next((key for key in _CONVERSATIONS if row.get(key) is not None), None)
+    if named is not None:
         refuse_beside_messages(row, origin)
         messages = opened(row, _messages(row[named], named, origin), origin)
         return Example(origin, messages, answer_was_cut=was_cut, template_options=given)
@@ -299,7 +301,8 @@ def _as_written(row: dict[str, Any]) -> dict[str, Any]:
     """
     kept = _without_nulls(row)
     for name in _CONVERSATIONS:
-        if isinstance(turns := row.get(name), list):
+        turns = row.get(name)
+        if isinstance(turns, list):
             kept[name] = [
                 {key: _without_nulls(value) for key, value in turn.items()}
                 if isinstance(turn, dict)

@@ -91,7 +91,8 @@ class ChatEndpoint:
                 f"endpoint must start with http:// or https://, got {url!r}; e.g. http://localhost:8000/v1"
             )
         self.url = url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
-        self.model, self.say = model, say
+        self.model = model
+        self.say = say
         key = os.environ.get("OPENAI_API_KEY")
         self._client = httpx.Client(
             timeout=REQUEST_SECONDS,
@@ -129,12 +130,15 @@ class ChatEndpoint:
             **({"tools": options.pop("tools")} if options.get("tools") else {}),
             **({"chat_template_kwargs": options} if options else {}),
         }
-        problem, wait, garbage = "", FIRST_WAIT, ""
+        problem = ""
+        wait = FIRST_WAIT
+        garbage = ""
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
                 if wait > LONGEST_WAIT:
                     self.say(f"{self.url} asks to wait {wait:.0f} s; waiting {LONGEST_WAIT:.0f} s")
-                time.sleep(wait := min(wait, LONGEST_WAIT))
+                wait = min(wait, LONGEST_WAIT)
+                time.sleep(wait)
                 wait *= 2
             try:
                 response = self._client.post(self.url, json=request)
@@ -280,8 +284,11 @@ class LocalAnswerer:
     """The base of ``model`` itself, ``batch_size`` conversations at once."""
 
     def __init__(self, model: MedusaModel, batch_size: int, max_new_tokens: int, stop_loops: bool = True):
-        self.model, self.tokenizer = model, model.tokenizer
-        self.batch_size, self.max_new_tokens, self.stop_loops = batch_size, max_new_tokens, stop_loops
+        self.model = model
+        self.tokenizer = model.tokenizer
+        self.batch_size = batch_size
+        self.max_new_tokens = max_new_tokens
+        self.stop_loops = stop_loops
         self.stop_ids = end_ids(model.base, self.tokenizer)
         if not self.stop_ids:
             raise ValueError(
@@ -321,7 +328,8 @@ class LocalAnswerer:
 
     def _cut_loop(self, row: Row, batch: Batch) -> None:
         """End ``row`` where it began to repeat itself, if it did."""
-        if self.stop_loops and (repeated := repeated_tail(row.tokens)):
+        repeated = repeated_tail(row.tokens) if self.stop_loops else 0
+        if repeated:
             batch.cancel(row)
             del row.tokens[-repeated:]
 
@@ -329,12 +337,15 @@ class LocalAnswerer:
         if conversation.messages:
             told = conversation.template_options
             encoded = encode_messages(self.tokenizer, conversation.messages, template_options=told)
-            prompt, stops = encoded["input_ids"][0].tolist(), self.stop_ids
+            prompt = encoded["input_ids"][0].tolist()
+            stops = self.stop_ids
             temperature = conversation.temperature
         else:
             prompt, stop = question_frame(self.tokenizer)
-            stops, temperature = self.stop_ids | {stop}, _QUESTION_TEMPERATURE
-        device, is_sampled = self.model.device, temperature > 0
+            stops = self.stop_ids | {stop}
+            temperature = _QUESTION_TEMPERATURE
+        device = self.model.device
+        is_sampled = temperature > 0
         request = DecodeRequest(
             torch.tensor([prompt], device=device),
             torch.tensor([len(prompt)], device=device),
@@ -347,7 +358,8 @@ class LocalAnswerer:
         return Row(request, conversation)
 
     def _refusal(self, row: Row) -> Refusal | None:
-        context, length = common_context(self.model.base), len(row.prompt)
+        context = common_context(self.model.base)
+        length = len(row.prompt)
         if context is None or length + self.max_new_tokens <= context:
             return None
         return Refusal(
@@ -380,7 +392,9 @@ class EndpointAnswerer:
         say: Callable[[str], None] = lambda text: None,
     ):
         """``say`` is called with a message for each dropped endpoint."""
-        self.endpoints, self.concurrency, self.max_new_tokens = endpoints, concurrency, max_new_tokens
+        self.endpoints = endpoints
+        self.concurrency = concurrency
+        self.max_new_tokens = max_new_tokens
         self.say = say
 
     def replies(
@@ -396,14 +410,17 @@ class EndpointAnswerer:
         for endpoint in [*queues] * self.concurrency:  # daemons: nobody waits for them after the time is up
             Thread(target=self._work, args=(endpoint, queues[endpoint], ended), daemon=True).start()
         num_asked = dict.fromkeys(queues, 0)
-        alive, left, last_words = list(queues), deque[Conversation](), None
+        alive = list(queues)
+        left = deque[Conversation]()
+        last_words = None
         while True:
             is_up = is_time_up()
             while alive and not is_up:
                 endpoint = min(alive, key=num_asked.__getitem__)
                 if num_asked[endpoint] == self.concurrency:
                     break
-                if (conversation := left.popleft() if left else next_conversation()) is None:
+                conversation = left.popleft() if left else next_conversation()
+                if conversation is None:
                     break
                 queues[endpoint].put(conversation)
                 num_asked[endpoint] += 1

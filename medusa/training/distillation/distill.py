@@ -163,7 +163,8 @@ def distill(
         ValueError: the first prompts were all refused; the message is the first reason.
     """
     report = DistillationReport()
-    unasked, going_on = deque(conversations), deque[Conversation]()
+    unasked = deque(conversations)
+    going_on = deque[Conversation]()
 
     def next_conversation() -> Conversation | None:
         if limit.is_up():
@@ -290,7 +291,8 @@ def _check_configuration(path: Path, configuration: Mapping[str, Any]) -> None:
             "configuration; choose another output"
         )
     asked = json.loads(json.dumps(_what_matters(configuration)))
-    if different := differences(_what_matters(read_json(record)), asked):
+    different = differences(_what_matters(read_json(record)), asked)
+    if different:
         raise ValueError(
             f"output {str(path)!r} was made with another configuration: {'; '.join(different)}; use the same "
             "options to go on with it, or choose another output"

@@ -54,7 +54,8 @@ class JointRecipe(Recipe):
 
     def __init__(self, configuration: TrainingConfiguration, states: HiddenStateSource, training: Documents):
         """The base gets the adapter into its layers."""
-        base, options = states.base, configuration.joint
+        base = states.base
+        options = configuration.joint
         heads = new_heads(configuration, states, training)
         self.trained_adapter = TrainedAdapter(base, options, configuration.data.seed)
         block_elements = configuration.loss.block_elements
@@ -73,7 +74,8 @@ class JointRecipe(Recipe):
 
     def read(self, documents: Documents, name: str, batch: MicroBatch) -> tuple[_JointBatch, Alignment]:
         """No states: the loss runs the base itself."""
-        padded, device = collate(documents, batch), self.states.base.device
+        padded = collate(documents, batch)
+        device = self.states.base.device
         own = padded.aligned(num_heads=0)  # the base has a column for every token
         return _JointBatch(padded.to(device), own.to(device)), self.aligned(padded)
 
@@ -92,7 +94,8 @@ class JointRecipe(Recipe):
 
     def begin_step(self, optimiser: torch.optim.Optimizer, peak: float, state: RunState) -> str | None:
         """Once the second stage has begun it stays."""
-        options, note = self.configuration.joint, None
+        options = self.configuration.joint
+        note = None
         of_heads, of_adapter = optimiser.param_groups
         is_joint = state.adapter_steps > 0 or state.progress >= options.joint_warmup_fraction
         if is_joint and state.adapter_steps == 0:
@@ -160,7 +163,8 @@ class _BaseSums(NamedTuple):
         metrics = {}
         if int(self.num_targets):
             metrics[f"{name}/base_perplexity"] = float((self.cross_entropy / self.num_targets).exp())
-        if num_compared := int(self.num_compared):
+        num_compared = int(self.num_compared)
+        if num_compared:
             before = (self.reference_cross_entropy / num_compared).exp()
             metrics[f"{name}/base_perplexity_before"] = float(before)
             metrics[f"{name}/base_divergence"] = float(self.divergence / num_compared)
@@ -203,7 +207,8 @@ class BaseLoss:
         """
         if reference is None and self.objective == "kl":
             raise ValueError("base_objective 'kl' needs the states without the adapter: pass reference")
-        sums, before = _BaseSums.zeros(hidden.device), reference
+        sums = _BaseSums.zeros(hidden.device)
+        before = reference
 
         def observe(log_q: Tensor, seen: TargetBlock) -> None:
             nonlocal sums
@@ -227,7 +232,8 @@ class BaseLoss:
 
 def _compared(log_q: Tensor, targets: TargetBlock) -> _BaseSums:
     """Statistics of one block on the adapted base, and on the difference from the adapter."""
-    columns, sums = targets.columns[:, None], _BaseSums.zeros(log_q.device)
+    columns = targets.columns[:, None]
+    sums = _BaseSums.zeros(log_q.device)
     count = torch.tensor(len(columns), device=log_q.device)
     sums = sums._replace(cross_entropy=-log_q.gather(1, columns).sum(), num_targets=count)
     if targets.teacher_rows is None:
@@ -262,7 +268,9 @@ class _JointLoss(nn.Module):
         )
         self.is_joint = False
         """Which stage this is; measuring, without gradients, is the same in both."""
-        self._adapted, self._base_loss, self._lambda_0 = adapter, base_loss, lambda_0
+        self._adapted = adapter
+        self._base_loss = base_loss
+        self._lambda_0 = lambda_0
 
     def forward(
         self,
@@ -281,7 +289,8 @@ class _JointLoss(nn.Module):
             teacher: needed by every objective of the heads but "ce". The adapted base is the heads' teacher:
                 they have to predict its text.
         """
-        is_measuring, size = not torch.is_grad_enabled(), self.heads_loss.heads.config.hidden_size
+        is_measuring = not torch.is_grad_enabled()
+        size = self.heads_loss.heads.config.hidden_size
         reference = None
         if not self.is_joint or is_measuring or self._base_loss.objective == "kl":
             with torch.no_grad(), self._adapted.switched_off():

@@ -83,7 +83,7 @@ class RunState:
     most_tokens_per_step: float = 0.0
     """On held-out documents, of the heads in best/."""
     remedies: dict[str, Any] = field(default_factory=dict)
-    """The values of :data:`medusa.training.config.MEMORY_KEYS`."""
+    """The values of :data:`medusa.training.config.REMEDY_KEYS`."""
     changes: list[str] = field(default_factory=list)
     """Changes of these by resumed runs, with the step."""
     files: dict[str, str] = field(default_factory=dict)
@@ -105,7 +105,10 @@ class Recipe:
         """``loss`` is the module that is wrapped and optimised. It is called with the result of :meth:`read`,
         the base's LM head, the targets of the whole step (K,) and the teacher; it returns the loss () and its
         sums."""
-        self.configuration, self.states, self.heads, self.loss = configuration, states, heads, loss
+        self.configuration = configuration
+        self.states = states
+        self.heads = heads
+        self.loss = loss
         self.teacher = teacher_of(states.base, heads.token_map) if configuration.loss.needs_teacher else None
         self.columns: Tensor | None = None
         """(V,) long on the CPU: each token's logits column, -1 without one; None where there is no map."""
@@ -217,14 +220,16 @@ def start_from(heads: Heads, source: str) -> None:
             f"start_from: the heads in {source!r} were trained together with an adapter and belong to the "
             "base that carries it; start from heads of the base itself"
         )
-    ours, theirs = asdict(heads.config), asdict(given.heads.config)
+    ours = asdict(heads.config)
+    theirs = asdict(given.heads.config)
     if ours["token_map_size"] and theirs["token_map_size"]:  # the tokens of a map are rows of the base
         ours["token_map_size"] = theirs["token_map_size"]
     if isinstance(heads, MedusaHeads) and isinstance(given.heads, MedusaHeads):
         if not given.heads.aux_layers:
             ours["fused_layers"] = ()
         ours["num_layers"] = min(ours["num_layers"], theirs["num_layers"])
-    if differing := differences(theirs, ours):
+    differing = differences(theirs, ours)
+    if differing:
         raise ValueError(
             f"start_from: the heads in {source!r} are others than asked for: {'; '.join(differing)}"
         )
@@ -281,7 +286,8 @@ class HeadsLoss(nn.Module):
 
     def __init__(self, heads: MedusaHeads, options: LossOptions):
         super().__init__()
-        self.heads, self.options = heads, options
+        self.heads = heads
+        self.options = options
         self.split: SplitHeads | None = None
 
     def forward(
@@ -340,7 +346,8 @@ class AutoregressiveLoss(nn.Module):
     def __init__(self, head: AutoregressiveHead, options: LossOptions, embed: Callable[[Tensor], Tensor]):
         """``embed``: tokens (B, T) long -> the base's own embeddings (B, T, D) of them."""
         super().__init__()
-        self.head, self.options = head, options
+        self.head = head
+        self.options = options
         self._embed = (embed,)  # the base's, and no part of this module
 
     def forward(

@@ -109,7 +109,8 @@ def locked_run(
         run.check(configuration)
         stack.enter_context(locked(run.path))
         run.check(configuration)  # another run may have ended meanwhile
-        if is_finished := run.is_finished(configuration):
+        is_finished = run.is_finished(configuration)
+        if is_finished:
             return is_finished
         for removed in run.start(configuration):
             log_console().print(f"removed {removed} of an earlier run", soft_wrap=True)
@@ -138,7 +139,8 @@ def build_trainer(
 ) -> Trainer | None:
     """The trainer with its data, its base and its new heads, after printing a description; None where the run
     ends with its stored states."""
-    options, run = configuration.base, configuration.run
+    options = configuration.base
+    run = configuration.run
     directory = Path(run.documents_dir or RunDirectory(run.output_dir).documents)
 
     def tokenise() -> Path:
@@ -188,22 +190,28 @@ def stored_states(
         BlockingIOError: another run has stored states there for too long.
         ValueError, OSError: see :class:`medusa.training.states.stored.CachedHiddenStates`.
     """
-    options, run, found = configuration.optimisation, configuration.run, dict[str, CachedHiddenStates]()
+    options = configuration.optimisation
+    run = configuration.run
+    found = dict[str, CachedHiddenStates]()
     layers = configuration.heads_config(base).fused_layers
-    rank, count = accelerator.process_index, accelerator.num_processes
+    rank = accelerator.process_index
+    count = accelerator.num_processes
     directory = Path(run.states_dir or RunDirectory(run.output_dir).states)
     documents = {"training": trained_on(data.training, configuration.data), "held-out": data.held_out}
     for name, each in documents.items():
         if not len(each):
             continue
         with accelerator.autocast():
-            reading = (
+            states = CachedHiddenStates(
+                directory / name,
+                base,
+                each,
                 configuration.heads.num_heads,
                 options.cache_dtype,
                 layers,
                 configuration.needs_context,
             )
-            states = found[name] = CachedHiddenStates(directory / name, base, each, *reading)
+            found[name] = states
         with (
             ProgressReporter("hidden states", console, accelerator.is_main_process) as line,
             ExitStack() as stack,
@@ -232,14 +240,20 @@ def stored_states(
 
 def _finish(trainer: Trainer, measured: dict[str, float]) -> None:
     """Give the heads, which are written, their tree and their metrics, and say what came out."""
-    console, run, recipe = trainer.console, trainer.run, trainer.recipe
-    tree, states = None, trainer.held_out_states()
-    if (heads := trainer.gathered_heads()) is not None:
-        num_nodes, held_out = trainer.configuration.run.tree_nodes, trainer.data.held_out
+    console = trainer.console
+    run = trainer.run
+    recipe = trainer.recipe
+    tree = None
+    states = trainer.held_out_states()
+    heads = trainer.gathered_heads()
+    if heads is not None:
+        num_nodes = trainer.configuration.run.tree_nodes
+        held_out = trainer.data.held_out
         tree = calibrated_tree(trainer.base, heads, held_out, num_nodes, states)
     trainer.save(run.heads, heads, measured, tree, is_finished=True)
     console.print(table("held_out", measured))
-    if (report := recipe.closing_report(measured)) is not None:
+    report = recipe.closing_report(measured)
+    if report is not None:
         console.print(report, soft_wrap=True)
     console.print(f"{recipe.result} written to {run.heads}", soft_wrap=True)
     if trainer.accelerator.is_main_process and draw_training(run.logged_metrics(), run.picture):
@@ -248,7 +262,8 @@ def _finish(trainer: Trainer, measured: dict[str, float]) -> None:
 
 def _inspect(configuration: TrainingConfiguration) -> None:
     """Show what became of the data, and some documents with the tokens trained on in colour."""
-    tokenizer, console = load_tokenizer(configuration.base), log_console()
+    tokenizer = load_tokenizer(configuration.base)
+    console = log_console()
     data = load_data(configuration.data, tokenizer)
     for document in map(data.training.__getitem__, data.training.spread(3)):
         console.rule(f"{len(document.tokens)} tokens")

@@ -32,9 +32,11 @@ def one_line(name: str, metrics: Mapping[str, float]) -> str:
         for key in ("top1", "top5")
     }
     line = f"{name}: loss {metrics[f'{name}/loss']:.3f}  top-1 {rates['top1']}  top-5 {rates['top5']}"
-    if (value := metrics.get(f"{name}/tokens_per_step")) is not None:
+    value = metrics.get(f"{name}/tokens_per_step")
+    if value is not None:
         line += f"  tokens per step {value:.3f} ({NUM_NODES} nodes)"
-    if (value := metrics.get(f"{name}/base_perplexity")) is not None:
+    value = metrics.get(f"{name}/base_perplexity")
+    if value is not None:
         line += f"  base perplexity {value:.3f}"
     return line
 
@@ -72,7 +74,8 @@ def replayed_metrics(
     counts = calibrate(base, heads, [row for _, row in rows], states=known)
     if len(counts.ranks) < 2 or not all(half.num_positions for half in counts.halves()):
         return {}
-    key, depths = "held_out/tokens_per_step", range(1, heads.num_heads + 1)
+    key = "held_out/tokens_per_step"
+    depths = range(1, heads.num_heads + 1)
     by_head = {f"{key}_{depth}": counts.held_out_tokens_per_step(NUM_NODES, depth) for depth in depths}
     return {key: by_head[f"{key}_{heads.num_heads}"], **by_head}
 

@@ -65,7 +65,8 @@ def new_accelerator(optimisation: OptimisationOptions, run: RunOptions) -> Accel
             )
         ],
     )
-    ours, asked = optimisation.gradient_accumulation_steps, accelerator.gradient_accumulation_steps
+    ours = optimisation.gradient_accumulation_steps
+    asked = accelerator.gradient_accumulation_steps
     if asked not in (1, ours):
         raise ValueError(
             f"gradient_accumulation_steps must be the same everywhere, got {ours} in the configuration and "
@@ -166,7 +167,8 @@ class StopSignal:
 
 def check_launch() -> None:
     """Raise ValueError when the launch asked for more processes than there can be."""
-    num_local, num_devices = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.accelerator.device_count()
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    num_devices = torch.accelerator.device_count()
     if not _is_set("ACCELERATE_USE_CPU") and 0 < num_devices < num_local:
         raise ValueError(
             f"num_processes must not be above the number of devices: the launch starts {num_local} processes "

@@ -111,7 +111,8 @@ class RunDirectory:
                     f"{self.config} is not the configuration of a run; bring it back, or choose another "
                     "output_dir"
                 )
-            if changed := changed_keys(earlier, configuration):
+            changed = changed_keys(earlier, configuration)
+            if changed:
                 raise ValueError(
                     f"{self.path} holds a run of another configuration, which cannot be resumed with this "
                     f"one: {'; '.join(changed)}. Change it back, or choose another output_dir"
@@ -146,7 +147,8 @@ class RunDirectory:
         record = self.heads / PROVENANCE_FILE
         if configuration.run.resume == "never" or not record.exists():
             return False
-        done, limits = read_json(record).get("training", {}), configuration.optimisation
+        done = read_json(record).get("training", {})
+        limits = configuration.optimisation
         reached = (
             (limits.max_steps, done.get("steps", 0)),
             (limits.num_epochs, done.get("epochs", 0)),
@@ -271,8 +273,11 @@ class RunDirectory:
         """
         latest, damage = on_main_process(accelerator, self._latest_whole)
         state = RunState(**read_json(latest / _STATE_FILE))
-        before, after, replicated = state.num_processes, now.num_processes, set(_REPLICATED)
-        per_step, advice = before * state.micro_batches, ""
+        before = state.num_processes
+        after = now.num_processes
+        replicated = set(_REPLICATED)
+        per_step = before * state.micro_batches
+        advice = ""
         known = state.base.keys() & now.base.keys()
         if state.sharding != now.sharding and not {state.sharding, now.sharding} <= replicated:
             raise ValueError(
@@ -295,7 +300,8 @@ class RunDirectory:
                 f"the data has changed since the run in {self.path} began, so its batches would be "
                 "others; bring the data back, or start anew with --overwrite"
             )
-        if changed := differences(*({key: each.base[key] for key in known} for each in (state, now))):
+        changed = differences(*({key: each.base[key] for key in known} for each in (state, now)))
+        if changed:
             raise ValueError(
                 f"the base has changed since the run in {self.path} began, so its heads would go on with the "
                 f"hidden states of another model: {changed[0]}; bring the base back, or start anew with "
@@ -323,7 +329,8 @@ class RunDirectory:
         """The latest intact checkpoint, and the faults of later ones, which are removed."""
         damage: dict[Path, str] = {}
         for path in reversed(self._checkpoints()):
-            if (found := _damage(path)) is None:
+            found = _damage(path)
+            if found is None:
                 for later in damage:
                     shutil.rmtree(later)
                 return path, [f"{each}; going on from {path.name}" for each in reversed(damage.values())]

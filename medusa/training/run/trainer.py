@@ -28,7 +28,7 @@ from medusa.console import ProgressReporter
 from medusa.heads.autoregressive_head import Heads
 from medusa.heads.checkpoint import HeadsCheckpoint, save_heads
 from medusa.heads.fingerprint import BaseFingerprint
-from medusa.training.config import MEMORY_KEYS, OptimisationOptions, TrainingConfiguration
+from medusa.training.config import REMEDY_KEYS, OptimisationOptions, TrainingConfiguration
 from medusa.training.data.batching import MicroBatch, plan_epoch, plan_in_order
 from medusa.training.data.dataset import Dataset, trained_on
 from medusa.training.losses import add_metrics, from_lists, to_lists
@@ -97,13 +97,19 @@ class Trainer:
         """
         recipe.check_launch(accelerator)
         configuration = self.configuration = recipe.configuration
-        self.recipe, self.accelerator, self.data, self.console = recipe, accelerator, data, console
-        self.base, self.heads, self.loss = recipe.states.base, recipe.heads, recipe.loss
+        self.recipe = recipe
+        self.accelerator = accelerator
+        self.data = data
+        self.console = console
+        self.base = recipe.states.base
+        self.heads = recipe.heads
+        self.loss = recipe.loss
         self.training = trained_on(data.training, configuration.data)
         """The training documents."""
         self.run = RunDirectory(configuration.run.output_dir)
         """The output directory: its paths, metrics file and checkpoints."""
-        options, values = configuration.optimisation, configuration.as_dict()
+        options = configuration.optimisation
+        values = configuration.as_dict()
         self.state = RunState(
             num_processes=accelerator.num_processes,
             micro_batches=options.gradient_accumulation_steps,
@@ -111,7 +117,7 @@ class Trainer:
             documents=self.training.digest(),
             base=written_identity(self.base),
             evaluated_step=0,
-            remedies={key: values[key] for key in MEMORY_KEYS},
+            remedies={key: values[key] for key in REMEDY_KEYS},
         )
         self.hosts = HostGroup(accelerator, configuration.run.timeout_minutes)
         shard_heads(accelerator, recipe.shard)
@@ -156,13 +162,20 @@ class Trainer:
     def _loop(self, line: ProgressReporter, stop: StopSignal) -> tuple[int, dict[str, float]]:
         """Step until a limit is reached; returns the step of the last evaluation, -1 for none, and its
         metrics."""
-        options, evaluated, metrics = self.configuration.run, -1, dict[str, float]()
-        spent_before, began, note = self.state.seconds, time.monotonic(), ""
+        options = self.configuration.run
+        evaluated = -1
+        metrics = dict[str, float]()
+        spent_before = self.state.seconds
+        began = time.monotonic()
+        note = ""
         # Time and tokens at the last log entry, and time at the last checkpoint.
-        logged, checkpointed = (self.state.seconds, self.state.num_tokens), self.state.seconds
+        logged_seconds = self.state.seconds
+        logged_tokens = self.state.num_tokens
+        checkpointed = self.state.seconds
         groups = self._groups()
         if self.state.evaluated_step is not None and self._is_evaluation_due:  # a signal took its place
-            evaluated, metrics = self.state.step, self.evaluate()
+            evaluated = self.state.step
+            metrics = self.evaluate()
         with stop.deferred():
             while self._progress < 1:
                 group, *position = next(groups)
@@ -172,9 +185,12 @@ class Trainer:
                 seconds = spent_before + time.monotonic() - began if self._is_main else 0.0
                 self.state.seconds, is_stopped = self.hosts.maximum(seconds, stop.has_come)
                 if self._is_due(options.logging_steps):
-                    note, logged = self._log(*logged), (self.state.seconds, self.state.num_tokens)
+                    note = self._log(logged_seconds, logged_tokens)
+                    logged_seconds = self.state.seconds
+                    logged_tokens = self.state.num_tokens
                 if self._is_evaluation_due and not is_stopped:
-                    evaluated, metrics = self.state.step, self.evaluate()
+                    evaluated = self.state.step
+                    metrics = self.evaluate()
                     line.say(f"step {evaluated}  {one_line('held_out', metrics)}")
                 minutes = (self.state.seconds - checkpointed) / 60
                 is_late = options.checkpoint_minutes is not None and minutes >= options.checkpoint_minutes
@@ -250,10 +266,12 @@ class Trainer:
 
         None if this process can run the base itself. All processes must call it.
         """
-        states, held_out = self.recipe.states, self.data.held_out
+        states = self.recipe.states
+        held_out = self.data.held_out
         if states.live.base is self.base and "held-out" not in states.stored:
             return None
-        indices, layers = range(len(held_out))[:at_most] if self._is_main else (), self.heads.aux_layers
+        indices = range(len(held_out))[:at_most] if self._is_main else ()
+        layers = self.heads.aux_layers
         found = [states.of_document(held_out, "held-out", index, layers).cpu() for index in indices]
         states.live.finish()
         return found
@@ -298,14 +316,16 @@ class Trainer:
 
     def _step(self, group: list[MicroBatch]) -> None:
         """One optimiser step on this process's share of a group of micro-batches."""
-        state, device = self.state, self.accelerator.device
+        state = self.state
+        device = self.accelerator.device
         documents = [index for batch in group for row in batch for index in row]
         num_scored = torch.from_numpy(self.num_scored[documents].sum(0)).to(device)  # (K,)
         total = torch.zeros((), device=device)
         factor = self.schedule.learning_rate_factor(state.step, state.seconds)
         state.progress = self._progress
         learning_rate = self.configuration.optimisation.learning_rate * factor
-        if (note := self.recipe.begin_step(self.optimiser, learning_rate, state)) is not None:
+        note = self.recipe.begin_step(self.optimiser, learning_rate, state)
+        if note is not None:
             self.console.print(note, soft_wrap=True)
         batches = local_shard(group, self.accelerator)
         for number, batch in enumerate(batches, start=1):
@@ -335,13 +355,15 @@ class Trainer:
 
     def _groups(self) -> Iterator[Position]:
         """The groups from the current position on, epoch after epoch without end."""
-        epoch, done = self.state.epoch, self.state.step_in_epoch
+        epoch = self.state.epoch
+        done = self.state.step_in_epoch
         while True:
             groups = self._plan(epoch)
             for index in range(done, len(groups)):
                 is_last = index + 1 == len(groups)
                 yield groups[index], epoch + is_last, 0 if is_last else index + 1
-            epoch, done = epoch + 1, 0
+            epoch = epoch + 1
+            done = 0
 
     def _plan(self, epoch: int) -> list[list[MicroBatch]]:
         """The groups of micro-batches of one epoch."""
@@ -354,7 +376,8 @@ class Trainer:
     def _log(self, seconds_before: float, tokens_before: int) -> str:
         """Record the sums of the window and reset it; returns a note for the progress line."""
         self.watch.check()
-        seconds, tokens = self.state.seconds - seconds_before, self.state.num_tokens - tokens_before
+        seconds = self.state.seconds - seconds_before
+        tokens = self.state.num_tokens - tokens_before
         metrics = self._record(
             "train",
             self.window,
@@ -435,7 +458,8 @@ class _FiniteWatch:
 
     def check(self) -> None:
         """Raise FloatingPointError if a number so far was not finite; waits for the device."""
-        if step := int(self._bad_step):
+        step = int(self._bad_step)
+        if step:
             raise FloatingPointError(
                 f"loss or gradient of step {step} is not finite; lower learning_rate (it is "
                 f"{self._learning_rate}), or train with precision=fp32 and base_dtype=float32; --resume "

@@ -166,9 +166,12 @@ def load_without_layers(options: BaseOptions, device: torch.device) -> CausalLM:
         ValueError: the architecture cannot be built so.
     """
     found = loading.find_base(options.base, trust_remote_code=options.trust_remote_code)
-    name, source, config = found.name, found.arguments, found.config
+    name = found.name
+    source = found.arguments
+    config = found.config
     text = config.get_text_config(decoder=True)
-    count, whole = text.num_hidden_layers, copy.deepcopy(text.__dict__)
+    count = text.num_hidden_layers
+    whole = copy.deepcopy(text.__dict__)
     for key, value in whole.items():
         if isinstance(value, list | tuple) and len(value) == count:
             setattr(text, key, type(value)())
@@ -240,7 +243,8 @@ def _attention(options: BaseOptions) -> dict[str, Any]:
 
 def _placed(options: BaseOptions, device: torch.device) -> dict[str, Any]:
     """The arguments of ``from_pretrained`` that put weights where they belong as they are read."""
-    is_launched, placement = torch.distributed.is_initialized(), options.base_placement
+    is_launched = torch.distributed.is_initialized()
+    placement = options.base_placement
     num_processes = torch.distributed.get_world_size() if is_launched else 1
     if placement == "each":
         return {} if device.type == "cpu" else {"device_map": {"": device}}
@@ -280,13 +284,15 @@ def check_documents(base: CausalLM, documents: Documents, name: str) -> None:
     embedding, or a document is longer than its context."""
     if not len(documents):
         return
-    rows, largest = base.get_input_embeddings().weight.shape[0], int(documents.tokens.max())
+    rows = base.get_input_embeddings().weight.shape[0]
+    largest = int(documents.tokens.max())
     if largest >= rows:
         raise ValueError(
             f"the tokenizer of {name!r} gives token id {largest}, and its input embedding has {rows} rows; "
             "base and tokenizer do not belong together: use the tokenizer that the base was saved with"
         )
-    context, longest = context_length(base), int(documents.lengths.max())
+    context = context_length(base)
+    longest = int(documents.lengths.max())
     if context is not None and longest > context:
         raise ValueError(
             f"max_length must be at most {context}, the context of {name!r}, and a document has {longest} "
@@ -303,7 +309,8 @@ def check_packing(live: OnlineHiddenStates, documents: Documents, options: DataO
     """
     if not options.packing or len(documents) < 2:
         return
-    name, switch = type(live.base).__name__, longrope_threshold(live.base)
+    name = type(live.base).__name__
+    switch = longrope_threshold(live.base)
     if is_recurrent(live.base):
         raise ValueError(
             f"packing must separate documents, and {name} keeps a state, which goes on from a document of "

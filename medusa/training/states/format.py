@@ -42,8 +42,10 @@ class StatesDirectory:
     def __init__(self, directory: Path, header: Mapping[str, Any], starts: np.ndarray, is_needed: np.ndarray):
         """``header`` is the content of the manifest; document i has the positions ``starts[i]`` to ``starts[i
         + 1]``, and the states of positions with ``is_needed`` are kept."""
-        self.directory, self.header = directory, dict(header)
-        self.starts, self.needed = starts, is_needed
+        self.directory = directory
+        self.header = dict(header)
+        self.starts = starts
+        self.needed = is_needed
         self.first = np.concatenate([[0], np.cumsum(is_needed)])  # of each position: states before it
         self.dtype: torch.dtype = getattr(torch, self.header["dtype"])
         self.size: int = self.header["width"]
@@ -130,7 +132,8 @@ class StatesDirectory:
             return "is not there"
         try:
             with safe_open(self.path(shard), "pt") as file:
-                metadata, states = file.metadata() or {}, file.get_tensor("states")
+                metadata = file.metadata() or {}
+                states = file.get_tensor("states")
         except SafetensorError as error:
             return f"is cut short or damaged ({error})"
         if metadata.get("manifest") != self._digest:
@@ -160,7 +163,8 @@ class StatesDirectory:
         return int(self.first[self.starts[self.ends[shard - 1]]]) if shard else 0
 
     def _of(self, index: int) -> Tensor:
-        shard, span = int(np.searchsorted(self.ends, index, side="right")), self.span(index)
+        shard = int(np.searchsorted(self.ends, index, side="right"))
+        span = self.span(index)
         begin, end = self.first[[span.start, span.stop]] - self._first_state(shard)
         if begin == end:
             return torch.zeros(0, self.size, dtype=self.dtype)
@@ -205,7 +209,8 @@ def digest_of_weights(directory: Path) -> str | None:
         ValueError: a file is damaged.
     """
     for pattern in ("*.safetensors", "*.bin", "*.gguf"):
-        if files := sorted(directory.glob(pattern)):
+        files = sorted(directory.glob(pattern))
+        if files:
             break
     else:
         return None
@@ -222,7 +227,8 @@ def digest_of_weights(directory: Path) -> str | None:
 
 def _spans(path: Path) -> list[tuple[int, int]]:
     """Start and end of each part of a file: the header and each tensor, or each block."""
-    whole, tensors = path.stat().st_size, list[tuple[int, int]]()
+    whole = path.stat().st_size
+    tensors = list[tuple[int, int]]()
     if path.suffix == ".safetensors":
         try:
             with path.open("rb") as file:

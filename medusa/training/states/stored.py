@@ -66,14 +66,18 @@ class CachedHiddenStates(StatesDirectory):
         """The states from which ``num_heads`` heads and the base predict labels, and with ``needs_context``
         all before them; ``layers`` are the fused layers. ``base`` needs only embeddings and configuration
         here."""
-        self.documents, self.layers, self._base = documents, layers, base
-        kind, name = base.device.type, Path(base.name_or_path)
+        self.documents = documents
+        self.layers = layers
+        self._base = base
+        kind = base.device.type
+        name = Path(base.name_or_path)
         # the type of matrix products is then another one
         has_autocast = torch.is_autocast_enabled(kind) and not has_own_arithmetic(base)
         needed = _needed(documents, num_heads, needs_context)
         parts = (documents.tokens, documents.is_label, needed, documents.starts)
         self._parts = dict(zip(DOCUMENTS, parts, strict=True))
-        starts, width = documents.starts, (1 + len(layers)) * hidden_size(base)
+        starts = documents.starts
+        width = (1 + len(layers)) * hidden_size(base)
         states_before = np.concatenate([[0], np.cumsum(needed)])[starts]
         header = {
             "base_model": str(name.resolve()) if base.name_or_path and name.is_dir() else base.name_or_path,
@@ -88,7 +92,8 @@ class CachedHiddenStates(StatesDirectory):
             "shards": shard_ends(states_before, width * getattr(torch, dtype).itemsize),
         }
         in_full = {**header, "arithmetic": header["base_dtype"]}
-        if (manifest := directory / MANIFEST).exists() and _difference(manifest, in_full) is None:
+        manifest = directory / MANIFEST
+        if manifest.exists() and _difference(manifest, in_full) is None:
             header = in_full  # such states are there and serve runs of any precision
         super().__init__(directory, header, starts, needed)
 
@@ -103,7 +108,8 @@ class CachedHiddenStates(StatesDirectory):
             OSError: the disk has too little room; no shard was written.
         """
         manifest = self.directory / MANIFEST
-        if manifest.exists() and (difference := _difference(manifest, self.header)) is not None:
+        difference = _difference(manifest, self.header) if manifest.exists() else None
+        if difference is not None:
             if not replace:
                 raise ValueError(
                     f"{manifest} is of other states: {difference}. Delete {self.directory}, or pass "
@@ -217,7 +223,8 @@ class HiddenStateSource:
     def of_document(self, documents: Documents, name: str, index: int, layers: tuple[int, ...]) -> Tensor:
         """The states (T, (1 + L) * D) of one of the ``documents`` that are called ``name``; stored ones are
         zeros where none are kept."""
-        if (stored := self.stored.get(name)) is not None:
+        stored = self.stored.get(name)
+        if stored is not None:
             return stored.row(index)
         return self.live(collate(documents, [[index]]), layers)[0]
 
@@ -226,8 +233,10 @@ class HiddenStateSource:
     ) -> tuple[StateBatch, PaddedBatch]:
         """The states of a micro-batch of the ``documents`` that are called ``name``, on the base's device;
         and its rows. An empty micro-batch is one token."""
-        padded, base = collate(documents, batch), self.base
-        if (stored := self.stored.get(name)) is None:
+        padded = collate(documents, batch)
+        base = self.base
+        stored = self.stored.get(name)
+        if stored is None:
             hidden = self.live(padded, layers)
         else:
             hidden = torch.zeros(*padded.input_ids.shape, stored.size, dtype=stored.dtype)
@@ -280,9 +289,11 @@ def _identity_of(base: CausalLM) -> dict[str, str]:
     A hub id has its commit, of a directory blocks of the weight files are read, and of a model that was made
     in memory its LM head is known. The configuration includes rotary settings, windows and scales.
     """
-    config, directory = base.config.to_dict(), Path(base.name_or_path)
+    config = base.config.to_dict()
+    directory = Path(base.name_or_path)
     weights = digest_of_weights(directory) if base.name_or_path and directory.is_dir() else None
-    if (commit := getattr(base.config, "_commit_hash", None)) is not None:
+    commit = getattr(base.config, "_commit_hash", None)
+    if commit is not None:
         weights = f"commit {commit}"
     return {
         "weights": weights or f"sample {BaseFingerprint.of(base).sample}",
@@ -292,7 +303,8 @@ def _identity_of(base: CausalLM) -> dict[str, str]:
 
 def written_identity(base: CausalLM) -> dict[str, str]:
     """The same of the files of ``base``, which a newer ``transformers`` does not change."""
-    found, directory = _identity_of(base), Path(base.name_or_path)
+    found = _identity_of(base)
+    directory = Path(base.name_or_path)
     if base.name_or_path and (directory / "config.json").is_file():
         found["configuration"] = _digest_of_settings(read_json(directory / "config.json"))
     elif found["weights"].startswith("commit "):
