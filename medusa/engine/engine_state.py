@@ -39,7 +39,8 @@ def apply_engine(base: CausalLM, engine: Engine) -> CausalLM:
                 f"been cast or moved since, to {base.dtype} on {base.device}; load it again"
             )
         return base
-    if (lacks := packed_unsupported_reason(base)) is not None:
+    lacks = packed_unsupported_reason(base)
+    if lacks is not None:
         raise ValueError(f"engine={engine!r} needs {lacks}; use engine='eager'")
     return view_of(base, int8=engine == "int8")
 
@@ -52,7 +53,8 @@ def resolved_engine(base: CausalLM, engine: Engine) -> Engine:
     """
     if engine not in get_args(Engine):
         raise ValueError(f"engine must be one of {get_args(Engine)}, got {engine!r}")
-    if (held := packed_as(base)) is not None:
+    held = packed_as(base)
+    if held is not None:
         if engine not in ("auto", held):
             raise ValueError(
                 f"engine={engine!r} needs the weights of the base, which was loaded for engine={held!r} and "
@@ -62,7 +64,8 @@ def resolved_engine(base: CausalLM, engine: Engine) -> Engine:
     if engine == "auto":
         if float32_unsupported_reason(base) is not None:
             return "eager"
-        if (lacks := kernels_unsupported_reason()) is not None:
+        lacks = kernels_unsupported_reason()
+        if lacks is not None:
             _say_once(lacks)
             return "eager"
         return "packed"
@@ -83,9 +86,12 @@ class EngineState:
     """
 
     def __init__(self, base: CausalLM, heads: Heads | None, engine: Engine):
-        self.base, self.heads, self.engine = base, heads, engine
+        self.base = base
+        self.heads = heads
+        self.engine = engine
         name = resolved_engine(base, engine)
-        self._has_kernels, self._is_held_once = name != "eager", packed_as(base) is not None
+        self._has_kernels = name != "eager"
+        self._is_held_once = packed_as(base) is not None
         has_adapter = bool(getattr(base, "peft_config", None))
         plain = folded(base) if has_adapter and name != "eager" else base
         self.engine_base: CausalLM = apply_engine(plain, engine)
@@ -110,7 +116,8 @@ class EngineState:
             ValueError: the engine has taken weights or modules that have changed; or the base is in training
                 mode.
         """
-        base, is_made = self.base, self._has_kernels
+        base = self.base
+        is_made = self._has_kernels
         if base.training:
             raise ValueError(
                 "the base is in training mode, in which dropout may change its answers; call eval() on it"
@@ -128,7 +135,8 @@ class EngineState:
                     "call refresh() on this MedusaModel first"
                 )
             return False  # rebuilding costs no more than an answer
-        if is_made and (alteration := alteration_of(base)) is not None:
+        alteration = alteration_of(base) if is_made else None
+        if alteration is not None:
             if self.engine != "auto" or self._is_held_once:
                 advice = "load the base with engine='eager'" if self._is_held_once else "use engine='eager'"
                 raise ValueError(
@@ -141,7 +149,9 @@ class EngineState:
     def staleness_check(self) -> Callable[[bool], None]:
         """A function that raises ValueError where base, heads or precision have changed since now: a full
         check when called with True (for a new request), a quick one otherwise (after a pass)."""
-        snapshot, is_cast, is_made = self._snapshot, self._is_cast, self._has_kernels
+        snapshot = self._snapshot
+        is_cast = self._is_cast
+        is_made = self._has_kernels
 
         def check(is_new_request: bool) -> None:
             is_same = snapshot.is_unwritten and not self.base.training and self._is_cast == is_cast

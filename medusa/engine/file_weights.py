@@ -32,7 +32,8 @@ class NarrowEmbedding(nn.Module):
 
     def __init__(self, embedding: nn.Embedding):
         super().__init__()
-        self._of, self._is_plain = copy.copy(embedding), type(embedding) is nn.Embedding
+        self._of = copy.copy(embedding)
+        self._is_plain = type(embedding) is nn.Embedding
         self._of._parameters = {}
         self.padding_idx = embedding.padding_idx
         self._of.padding_idx = None  # it matters to gradients alone
@@ -69,7 +70,8 @@ class QuantisedEmbedding(NarrowEmbedding, HasQuantisedRows):
 
     def __init__(self, embedding: nn.Embedding, rows: QuantisedRows):
         super().__init__(embedding)
-        self._type, self._width = rows.type, rows.num_inputs
+        self._type = rows.type
+        self._width = rows.num_inputs
         self.register_buffer("file_rows", rows.rows.detach(), persistent=False)
 
     def _hold(self, embedding: nn.Embedding) -> None:
@@ -148,10 +150,12 @@ def released_pages() -> Callable[[Tensor], Tensor]:
     advise = ctypes.CDLL(None, use_errno=True).madvise if files else None
 
     def release(weight: Tensor) -> Tensor:
-        start, size = weight.data_ptr(), weight.nbytes
+        start = weight.data_ptr()
+        size = weight.nbytes
         if advise is not None and any(low <= start and start + size <= high for low, high in files):
             first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-            if (whole := (start + size) // mmap.PAGESIZE * mmap.PAGESIZE - first) > 0:
+            whole = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE - first
+            if whole > 0:
                 advise(ctypes.c_void_p(first), ctypes.c_size_t(whole), mmap.MADV_DONTNEED)
         return placeholder(weight)
 
@@ -160,7 +164,8 @@ def released_pages() -> Callable[[Tensor], Tensor]:
 
 def give_back_freed_memory() -> None:
     """Give memory that was freed back to the system: glibc keeps what lies between blocks in use."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
         trim(0)
 
 

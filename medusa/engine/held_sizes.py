@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,38 +46,49 @@ class HeldSizes:
 
     @classmethod
     def of(cls, model: CausalLM, stored: StoredWeights | None, is_beside: bool) -> HeldSizes:
-        """Those of ``model``, which has no memory; ``stored`` are the types in its files, bfloat16 where they
-        are not known."""
-        dtypes: Mapping[int, torch.dtype] = {}
+        """The sizes of ``model``, which has no memory; ``stored`` are the types in its files, bfloat16 where
+        they are not known."""
+        dtypes: dict[int, torch.dtype] = {}
         default = torch.bfloat16
         if stored is not None:
             named = model.named_parameters(remove_duplicate=False)
-            dtypes = {id(each): stored.dtypes[name] for name, each in named if name in stored.dtypes}
+            dtypes = {id(weight): stored.dtypes[name] for name, weight in named if name in stored.dtypes}
             default = stored.dtype
-        matrices = list(_matrices(model, lambda weight: dtypes.get(id(weight), default)))
-        packed = {id(linear.weight) for linears, _ in matrices for linear in linears}
-        products = [(dtype, sum(map(_outputs, linears)), _inputs(linears[0])) for linears, dtype in matrices]
+
+        def dtype_of(weight: Tensor) -> torch.dtype:
+            return dtypes.get(id(weight), default)
+
+        products = []
+        packed: set[int] = set()
+        for linears, dtype in _matrices(model, dtype_of):
+            products.append((dtype, sum(map(_outputs, linears)), _inputs(linears[0])))
+            packed.update(id(linear.weight) for linear in linears)
         for experts in filter(is_experts, model.modules()):
-            for weight in (experts._parameters[name] for name in expert_matrices(experts)):
-                packed.add(id(weight))
+            for name in expert_matrices(experts):
+                weight = experts._parameters[name]
                 shape = weight.shape[:0:-1] if experts.is_transposed else weight.shape[1:]
-                products += [(dtypes.get(id(weight), default), *shape)] * len(weight)
-        rows = {id(each.weight): each.weight for each in model.modules() if is_lookup(each)}
-        parameters = {id(each): each for each in model.parameters()}
+                products += [(dtype_of(weight), *shape)] * len(weight)
+                packed.add(id(weight))
+        rows = {id(module.weight): module.weight for module in model.modules() if is_lookup(module)}
+        parameters = list(model.parameters())
+        others = [weight for weight in parameters if id(weight) not in packed and id(weight) not in rows]
+        buffers = sum(buffer.numel() for buffer in model.buffers())
         return cls(
-            tuple(products),
-            sum(each.numel() * dtypes.get(key, default).itemsize for key, each in rows.items()),
-            sum(each.numel() for key, each in parameters.items() if key not in packed and key not in rows)
-            + sum(each.numel() for each in model.buffers()),
-            sum(each.numel() for each in parameters.values()) + sum(each.numel() for each in model.buffers()),
-            is_beside,
+            products=tuple(products),
+            num_bytes_of_rows=sum(weight.numel() * dtype_of(weight).itemsize for weight in rows.values()),
+            num_others=sum(weight.numel() for weight in others) + buffers,
+            num_weights=sum(weight.numel() for weight in parameters) + buffers,
+            is_beside=is_beside,
         )
 
     def bytes_for(self, engine: Engine) -> int:
         """Memory that the weights take as ``engine`` holds them, about."""
         if engine == "eager" or kernels_unsupported_reason() is not None:
             return 4 * self.num_weights
-        packed = sum(_product_bytes(*each, int8=engine == "int8") for each in self.products)
+        packed = sum(
+            _product_bytes(dtype, num_outputs, num_inputs, int8=engine == "int8")
+            for dtype, num_outputs, num_inputs in self.products
+        )
         if self.is_beside:
             return 4 * self.num_weights + packed
         return packed + self.num_bytes_of_rows + 4 * self.num_others
@@ -92,11 +103,11 @@ def _matrices(
         together: list[list[Any]] = [
             linears
             for linears in joinable_linears(parent)
-            if len({dtype_of(each.weight) for each in linears}) == 1
+            if len({dtype_of(linear.weight) for linear in linears}) == 1
         ]
         joined = {linear for linears in together for linear in linears}
-        alone = [each for each in parent.children() if type(each) in (nn.Linear, Conv1D)]
-        for group in [*together, *([each] for each in alone if each not in joined)]:
+        alone = [child for child in parent.children() if type(child) in (nn.Linear, Conv1D)]
+        for group in [*together, *([linear] for linear in alone if linear not in joined)]:
             yield group, dtype_of(group[0].weight)
 
 
@@ -129,11 +140,12 @@ def check_fits(
     Args:
         bytes_for: the memory that its weights take, by engine. others: engines that may hold it in less.
     """
-    free, needed = available_memory(), bytes_for(engine) + SPARE_BYTES
+    free = available_memory()
+    needed = bytes_for(engine) + SPARE_BYTES
     if free is None or needed <= free:
         return
-    fitting = [each for each in others if bytes_for(each) + SPARE_BYTES <= free]
-    fits = " or ".join(f"engine={each!r}, {gigabytes(bytes_for(each))}" for each in fitting)
+    fitting = [other for other in others if bytes_for(other) + SPARE_BYTES <= free]
+    fits = " or ".join(f"engine={other!r}, {gigabytes(bytes_for(other))}" for other in fitting)
     advice = f"what fits is {fits}" if fits else "no engine holds it here; choose a smaller base"
     raise MemoryError(
         f"base {name!r} takes {gigabytes(needed)} with engine={engine!r}, and {gigabytes(free)} of memory "

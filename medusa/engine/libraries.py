@@ -111,7 +111,8 @@ def compile_library(path: Path, text: str, make: Callable[[Path], Path]) -> None
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    console, made = log_console(), path.with_suffix(".partial")
+    console = log_console()
+    made = path.with_suffix(".partial")
 
     def say(text: str) -> None:
         console.print(text, style="dim", soft_wrap=True)

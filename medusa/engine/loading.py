@@ -146,5 +146,6 @@ def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     """A configuration and the configurations of its parts."""
     yield config
     for name in getattr(config, "sub_configs", {}):
-        if (part := getattr(config, name, None)) is not None:
+        part = getattr(config, name, None)
+        if part is not None:
             yield from _configs(part)

@@ -103,7 +103,8 @@ def parts_of_heads(heads: Any, lm_head: nn.Module) -> list[Part]:
     gain."""
     if not isinstance(heads, OptimizedHeads) or not heads.config.reads_path or heads.num_heads < 3:
         return []
-    config, tokens = heads.config, _held_rows(lm_head)
+    config = heads.config
+    tokens = _held_rows(lm_head)
     settings = (config,)
     trials = [
         (
@@ -147,7 +148,9 @@ def _with_parts(
     """``heads`` with only some of their parts, computed by their own code."""
     some = copy.copy(heads)
     some.programs = some.fusing = None
-    some._modules, some._parameters, some._buffers = parts, {}, buffers
+    some._modules = parts
+    some._parameters = {}
+    some._buffers = buffers
     return some
 
 
@@ -168,7 +171,8 @@ class _OneHead(nn.Module):
         else:
             self.embedding = lm_head
         self.heads = _with_parts(heads, parts, {"token_map": heads.token_map})
-        self._embed, self._typed = lm_head.forward, embedding_weight(lm_head).detach().new_empty(0)
+        self._embed = lm_head.forward
+        self._typed = embedding_weight(lm_head).detach().new_empty(0)
         self._type: int | None = lm_head.file_type if isinstance(lm_head, GroupQuantisedLMHead) else None
         self._width = heads.config.hidden_size
 

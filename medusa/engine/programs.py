@@ -64,33 +64,19 @@ class Part:
     @functools.cached_property
     def path(self) -> Path:
         """The path of the library: its name is a digest of everything it depends on except weights."""
-        plain = (int, float, str, type(None))
-        modules = [
-            (
-                type(each).__qualname__,
-                sorted(
-                    (name, repr(value))
-                    for name, value in vars(each).items()
-                    if name not in ("layer_idx", "training") and isinstance(value, plain)
-                ),
-            )
-            for each in self.module.modules()
-        ]
-        shapes = [
-            (name, "any" if is_sized_by_content(each) else tuple(each.shape), each.dtype)
-            for name, each in weights_of(self.module).items()
-        ]
-        types = [[each.dtype for each in given] for given in self.trials]
-        depends_on = (
+        digest = digest_of(
             self.settings,
-            modules,
-            shapes,
-            types,
+            [(type(module).__qualname__, _plain_settings(module)) for module in self.module.modules()],
+            [
+                (name, "any" if is_sized_by_content(weight) else tuple(weight.shape), weight.dtype)
+                for name, weight in weights_of(self.module).items()
+            ],
+            [[tensor.dtype for tensor in inputs] for inputs in self.trials],
             code_of(self.module),
             source_text(),
             VERSION,
         )
-        return kept_library(self.name, digest_of(*depends_on))
+        return kept_library(self.name, digest)
 
     def compile(self, count: str = "") -> None:
         """Compile the library to disk; ``count`` is shown to the user."""
@@ -124,6 +110,15 @@ class Part:
         return torch.export.export(
             of_its_weights, tuple(first), dynamic_shapes=(tuple(shapes),), strict=False
         )
+
+
+def _plain_settings(module: nn.Module) -> list[tuple[str, str]]:
+    """The numbers and texts that a module is made with, its place and mode left out."""
+    return sorted(
+        (name, repr(value))
+        for name, value in vars(module).items()
+        if name not in ("layer_idx", "training") and isinstance(value, (int, float, str, type(None)))
+    )
 
 
 class Program:
@@ -242,7 +237,8 @@ def _compiled_in(exported: torch.export.ExportedProgram, directory: Path) -> Pat
 
 def code_of(module: nn.Module) -> str:
     """A digest of the source files of the classes in ``module`` that are of no installed library."""
-    digest, known = hashlib.sha256(), ("torch.", "transformers.", "medusa.")
+    digest = hashlib.sha256()
+    known = ("torch.", "transformers.", "medusa.")
     for name in sorted({type(part).__module__ for part in module.modules()}):
         source = getattr(sys.modules.get(name), "__file__", None)
         if not name.startswith(known) and source is not None:

@@ -112,13 +112,15 @@ def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: E
     check_decodable(base)
     modules = dict(base.named_modules())
     for name, stored in plain.items():
-        values, module = directory.tensor(stored), modules[name.rpartition(".")[0]]
+        values = directory.tensor(stored)
+        module = modules[name.rpartition(".")[0]]
         is_packed = name.endswith(".weight") and (type(module) is nn.Linear or is_lookup(module))
         set_weight(base, name, values if is_packed else values.float())
     if source.config.get_text_config(decoder=True).tie_word_embeddings:
         base.tie_weights()
     release = released_pages()
-    head, widened = lm_head(base), list[QuantisedLayer]()
+    head = lm_head(base)
+    widened = list[QuantisedLayer]()
 
     def reads(layer: QuantisedLayer) -> ReadsWeight:
         return lambda: _weight(directory, layer, modules[layer.name] is head, release, widened)

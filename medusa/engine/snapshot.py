@@ -56,7 +56,8 @@ class Snapshot:
         self._holders: list[dict[str, Any]] = [  # the dictionaries of each part's modules and weights
             each for part in self._parts for each in (part._modules, part._parameters)
         ]
-        self._held, self._buffers = self._held_now(), self._buffers_now()
+        self._held = self._held_now()
+        self._buffers = self._buffers_now()
         self._settings = [
             (vars(part), name, value)
             for part in self._parts
@@ -76,7 +77,8 @@ class Snapshot:
         for weight in self._plain:
             if weight.device.type == "cuda":
                 self._remote.setdefault((weight.device, weight.dtype), []).append(_strided(weight))
-        self._written, self._values = self._written_now(), self._values_now()
+        self._written = self._written_now()
+        self._values = self._values_now()
 
     @property
     def is_current(self) -> bool:
