@@ -1,6 +1,7 @@
 """The rules of the house that no linter knows: see CONTRIBUTING.md."""
 
 import ast
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LIBRARY = sorted((ROOT / "medusa").rglob("*.py"))
+CPP = sorted((ROOT / "medusa/engine/cpp").glob("[!.]*"))
+LONGEST_LINE = 120
+"""Characters of a line of C++."""
 PROGRAMS = sorted(
     path for folder in ("train", "inference", "scripts") for path in (ROOT / folder).glob("*.py")
 )
@@ -106,6 +110,24 @@ def test_no_two_modules_need_each_other():
     assert cycle_in({"a": ["b"], "b": ["c"], "c": ["a"], "d": ["a"]}) == ["a", "b", "c", "a"]
     assert cycle_in({"a": ["b"], "b": ["c"], "d": ["b"]}) is None
     assert cycle_in({module: imported for module, imported in GRAPH.items() if module != "medusa"}) is None
+
+
+def long_lines(text):
+    """The numbers of the lines that are longer than C++ here may be."""
+    return [number for number, line in enumerate(text.splitlines(), 1) if len(line) > LONGEST_LINE]
+
+
+def test_lines_of_cpp_can_be_read_without_scrolling():
+    assert long_lines("x" * LONGEST_LINE + "\n" + "é" * (LONGEST_LINE + 1)) == [2]
+    assert len(CPP) > 20
+    files = [*CPP, ROOT / "tests/engine/tiles.h"]
+    assert {str(path): found for path in files if (found := long_lines(path.read_text()))} == {}
+
+
+def test_the_list_of_operators_names_files_that_exist():
+    folder = ROOT / "medusa/engine/cpp"
+    named = re.findall(r"^// (\w+\.cpp)", (folder / "operators.h").read_text(), re.MULTILINE)
+    assert len(named) > 5 and [name for name in named if not (folder / name).exists()] == []
 
 
 def test_type_checkers_see_the_public_names_where_python_finds_them():

@@ -58,7 +58,8 @@ def test_the_wheel_holds_every_module_of_the_library(wheel):
         f"medusa/serving/vendor/{name}"
         for name in ("marked.umd.js", "marked.LICENSE", "purify.min.js", "purify.LICENSE")
     }
-    assert modules | page <= set(wheel[0])
+    kernels = {str(path.relative_to(ROOT)) for path in (ROOT / "medusa/engine/cpp").glob("[!.]*")}
+    assert modules | page | kernels <= set(wheel[0])
 
 
 def test_type_checkers_of_other_projects_read_the_types_of_the_wheel(wheel):

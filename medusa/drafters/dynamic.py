@@ -34,7 +34,7 @@ from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter, StatelessDrafter
 from medusa.drafters.suffix import MAX_CHILDREN, Continuations, continuations, no_trust, nothing_expected
-from medusa.engine.kernels import PackedLinear
+from medusa.engine.kernels import PackedLinear, shared_constant
 from medusa.engine.views import packed_as
 from medusa.heads.autoregressive_head import AutoregressiveHead
 from medusa.heads.medusa_heads import MedusaHeads
@@ -43,7 +43,7 @@ from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 MIN_BEAM, MAX_BEAM = 4, 16
 """Bounds of the width of the beam. Below the first a small tree loses good candidates; above the second,
 drafting costs more than it finds."""
-WORST = -1e30
+WORST = shared_constant("WORST")
 """The lowest log-probability of a token, also where the heads give NaN. So values can always be compared, and
 no child is worth more than its parent."""
 
@@ -164,27 +164,38 @@ class DynamicDrafter(LevelDrafter):
     def _ranked_by_kernels(self, context: DraftContext, expected: Continuations) -> Draft:
         """The same draft with the operators of :mod:`medusa.engine.kernels`: one operator per depth in place
         of some thirty."""
-        kernels, levels, num_candidates = torch.ops.medusa, [], 0
-        match = expected.tokens, expected.children, expected.shares
+        levels: list[Tensor] = []
+        expected_tree = expected.tokens, expected.children, expected.shares
         sharpness = None
         if context.noise is not None:
             sharpness = torch.as_tensor(context.sharpness(self.beta), dtype=torch.float32)
             sharpness = sharpness.expand(len(context.root), 1, 1).flatten().contiguous()
-        paths, parents, beam, leading = context.root[:, None, None], None, (None, None, None), None
+        # The beam as `_candidates` has it: paths, and match nodes, values and numbers, None for the root's.
+        paths, beam, parents, num_candidates = context.root[:, None, None], (None, None, None), None, 0
+        largest_values = None
         for depth in range(1, self.tree.depth + 1):
             logits = self.logits_after_beam(context, paths, parents).float()
             noise = None if context.noise is None else context.noise.until(depth)
-            inputs = logits, sharpness, noise, self.token_map, self._columns, *match, paths, *beam
-            wanted, is_expected = self.tree.num_nodes - 1, depth <= self.suffix_length
-            limits = wanted, num_candidates, self._fanout, self.beam, is_expected, context.min_accept_prob
-            grown, goes_on = kernels.grow(*inputs, leading, *limits)
-            *level, paths, match_nodes, path_logprob, numbers, parents, leading = grown
+            grown, goes_on = torch.ops.medusa.grow(
+                *(logits, sharpness, noise, self.token_map, self._columns),
+                *expected_tree,
+                *(paths, *beam),
+                largest_values,
+                num_wanted=self.tree.num_nodes - 1,
+                num_candidates=num_candidates,
+                fanout=self._fanout,
+                beam_width=self.beam,
+                has_match=depth <= self.suffix_length,
+                min_accept_prob=context.min_accept_prob,
+            )
+            *level, paths, match_nodes, path_logprob, numbers, parents, largest_values = grown
             levels += level
             beam, num_candidates = (match_nodes, path_logprob, numbers), num_candidates + level[0].shape[1]
             if not goes_on:  # the tree is full, or nothing below is likely enough to be verified
                 break
-        sizes = self.num_nodes, self.max_depth
-        tokens, *topology, path_logprob = kernels.tree_of(context.root, levels, *match, *beam, *sizes)
+        tokens, *topology, path_logprob = torch.ops.medusa.tree_of(
+            context.root, levels, *expected_tree, *beam, num_nodes=self.num_nodes, max_depth=self.max_depth
+        )
         return Draft(
             tokens, TreeTopology(*topology), path_logprob=path_logprob, num_optional_nodes=self.optional_nodes
         )

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medusa.engine.kernels import kernels_unsupported_reason
+from medusa.engine.kernels import kernels_unsupported_reason, shared_constant
 from medusa.hardware import sent
 
-NUM_ORDERS = 2
-"""Lengths of match that are indexed, as ``kernels.cpp`` has them."""
+NUM_ORDERS = int(shared_constant("NUM_ORDERS"))
+"""Lengths of match that are indexed."""
 BYTES_PER_TOKEN = 4 * (1 + NUM_ORDERS) + 2 * NUM_ORDERS
 """The token, what links it to earlier places, and its part of the tables that lead to the newest ones."""
 LEAST_BYTES = 2**16

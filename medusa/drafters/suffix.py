@@ -25,17 +25,17 @@ from torch import Tensor
 
 from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
 from medusa.drafters.references import LOCK
-from medusa.engine.kernels import are_loaded
+from medusa.engine.kernels import are_loaded, shared_constant
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
-MAX_MATCH = 16
-"""Tokens that a match counts at most, as ``kernels.cpp`` has it."""
-MAX_CHILDREN = 3
-"""Largest number of children of a node of the continuations, as in ``kernels.cpp``."""
-SPARE_CONTINUATIONS = 32
-"""Nodes of the continuations beyond one per depth, as in ``kernels.cpp``."""
-LEAST_OF_SEVERAL = 4
-"""Tokens that agree at places of a corpus, and beside the best of the others, as ``kernels.cpp`` has it."""
+MAX_MATCH = int(shared_constant("MAX_MATCH"))
+"""Tokens that a match counts at most."""
+MAX_CHILDREN = int(shared_constant("MAX_CHILDREN"))
+"""Largest number of children of a node of the continuations."""
+SPARE_CONTINUATIONS = int(shared_constant("SPARE_CONTINUATIONS"))
+"""Nodes of the continuations beyond one per depth."""
+LEAST_OF_SEVERAL = int(shared_constant("LEAST_OF_SEVERAL"))
+"""Tokens that agree at places of a corpus, and beside the best of the others."""
 MATCH_WEIGHTS = (0.0, 0.11, 0.35, 0.42, 0.56, 0.65, 0.72, *[0.83] * 6, *[0.93] * 3, 0.97)
 MATCH_ODDS = tuple(weight / (1 - weight) for weight in MATCH_WEIGHTS)
 ODDS = torch.tensor([1, 1, 0.22], dtype=torch.float32)[:, None] * torch.tensor(

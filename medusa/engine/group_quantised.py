@@ -2,8 +2,8 @@
 
 A quantised file has whole numbers of 4 to 8 bits in groups, each with a scale (GGUF's Q4_K, Q6_K, Q5_0, ...;
 GPTQ, AWQ, compressed-tensors).
-``group_quantised.cpp`` holds them in their own bits without changing a number, in the order in which it reads
-them, and multiplies in one of two ways:
+``cpp/group_weights.h`` holds them in their own bits without changing a number, in the order in which they are
+read, and they are multiplied in one of two ways:
 
 - in whole numbers: rows are rounded to 8 bits as well, as other programs do for such files;
 - in float32: each number is widened exactly, and rows are as they are.
@@ -28,7 +28,7 @@ PACKED_TYPES = frozenset({2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 39})
 Q6_K, IQ4_NL, IQ4_XS and MXFP4."""
 FIRST_OF_DIRECTORIES = 1000
 """The first of the types of directories: whole numbers of 4 or 8 bits with a scale for each 32, in float16 or
-bfloat16, and perhaps a code of their own for zero. FILE_TYPES of ``group_quantised.cpp`` lists them."""
+bfloat16, and perhaps a code of their own for zero. FILE_TYPES of ``cpp/file_types.cpp`` lists them."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class GroupQuantisedMatmul(PackedMatmul):
 
     @property
     def is_int8(self) -> bool:
-        return bool(self.panels[12:16].view(torch.int32))  # Head of group_quantised.cpp
+        return bool(torch.ops.medusa.is_in_whole_numbers(self.panels))
 
     @property
     def number_format(self) -> str:
@@ -123,7 +123,7 @@ class GroupQuantisedMatmul(PackedMatmul):
         return dict(self._types)
 
     @property
-    def num_apart(self) -> int | None:
+    def num_outliers(self) -> int | None:
         return None
 
     def rounded(self) -> Self:

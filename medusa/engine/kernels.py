@@ -1,11 +1,11 @@
 """Operators of torch in C++ for passes of few rows on a CPU, compiled here at first use and kept on disk; and
 linear layers that multiply with them.
 
-``kernels.cpp`` holds a product with packed weights and attention over a tree. A CPU's ordinary operators are
-slow between 2 and 32 rows, the range in which trees are verified, and their order of additions depends on the
-number of rows. These read every weight, key and value once, and add in one order, so the result of a row is
-bit-identical whatever the other rows are. It also grows dynamic trees, where :mod:`medusa.drafters.dynamic`
-would call some two hundred small operators.
+The C++ in ``cpp/`` holds a product with packed weights and attention over a tree. A CPU's ordinary operators
+are slow between 2 and 32 rows, the range in which trees are verified, and their order of additions depends on
+the number of rows. These read every weight, key and value once, and add in one order, so the result of a row
+is bit-identical whatever the other rows are. It also grows dynamic trees, where
+:mod:`medusa.drafters.dynamic` would call some two hundred small operators.
 
 The installed compiler compiles them for this processor in about fifteen seconds.
 
@@ -13,7 +13,7 @@ Arithmetic is in float32. Weights are held in the narrowest of bfloat16, float16
 number exactly: most checkpoints were published in bfloat16, and are the same model to the last bit at half
 the memory and nearly half the time. Numbers of bfloat16 take twelve bits where that is faster
 (:func:`uses_twelve_bits`): a trained matrix has few exponents, so a code of four bits is enough for the upper
-byte of all but a few in ten thousand weights, and the exceptions are stored separately.
+byte of all but a few in ten thousand weights, and the outliers are stored separately.
 
 In int8 a weight has one scale per output channel, and the text is another model's (MEASUREMENTS says how
 near). Activations are rounded to integers of 16 bits, 256 to a scale; products are added as integers, which
@@ -36,6 +36,7 @@ import itertools
 import math
 import mmap
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -66,13 +67,9 @@ from medusa.engine.libraries import (
     kept_library,
 )
 
-SOURCES = tuple(
-    Path(__file__).with_name(name) for name in ("kernels.cpp", "group_quantised.cpp", "threads.cpp")
-)
-HEADERS = tuple(
-    Path(__file__).with_name(name) for name in ("vectors.h", "tiles.h", "group_quantised.h", "threads.h")
-)
-FLAGS = ("-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-pthread", "-w")
+CPP = Path(__file__).with_name("cpp")
+"""The folder of the C++ files: each source is compiled by itself, beside the others."""
+FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-w")
 """A multiplication and an addition are fused only where the source says so, so that all bits are
 reproducible."""
 
@@ -159,21 +156,36 @@ _kept: list[Any] = []
 
 def source_text() -> str:
     """The source of the kernels, all files of it."""
-    return "".join(path.read_text() for path in (*SOURCES, *HEADERS))
+    files = sorted(path for path in CPP.iterdir() if path.suffix in (".cpp", ".h"))
+    return "".join(path.name + path.read_text() for path in files)
+
+
+def shared_constant(name: str) -> float:
+    """A number that Python and C++ share: the one of this name in ``cpp/constants.h``."""
+    return _constants()[name]
+
+
+@functools.cache
+def _constants() -> dict[str, float]:
+    text = (CPP / "constants.h").read_text()
+    found = re.findall(r"^constexpr (float|int64_t) (\w+) = (\S+?)f?;", text, re.MULTILINE)
+    return {name: float(value) if kind == "float" else int(value) for kind, name, value in found}
 
 
 def _built(compiler: str, path: Path) -> Path:
-    """The library at ``path``; its sources are compiled side by side."""
+    """The library at ``path``; its sources are compiled side by side, as many as there are cores, the longest
+    first."""
     root = Path(torch.__file__).parent
     tuned = "-mcpu=native" if os.uname().machine == "aarch64" else "-march=native"
     includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
     linked = [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
-    objects = [path.with_name(f"{source.stem}.o") for source in SOURCES]
+    sources = sorted(CPP.glob("*.cpp"), key=lambda source: source.stat().st_size, reverse=True)
+    objects = [path.with_name(f"{source.stem}.o") for source in sources]
     commands = [
         [compiler, tuned, *FLAGS, *includes, "-c", str(source), "-o", str(made)]
-        for source, made in zip(SOURCES, objects, strict=True)
+        for source, made in zip(sources, objects, strict=True)
     ]
-    with ThreadPoolExecutor(len(commands)) as threads:
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
         list(threads.map(_run, commands))
     _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(path), *linked])
     for made in objects:
@@ -308,11 +320,11 @@ class PackedMatmul(nn.Module):
         return {self.number_format: self.panels.nbytes}
 
     @property
-    def num_apart(self) -> int | None:
+    def num_outliers(self) -> int | None:
         """Number of weights that are stored separately from the twelve-bit ones; None for other forms."""
         if self.panels.dtype != torch.uint8:
             return None
-        return int(self.panels[:, 16:20].contiguous().view(torch.int32).sum())  # Head of kernels.cpp
+        return int(torch.ops.medusa.num_outliers(self.panels))
 
     def rounded(self) -> Self:
         """The same layer with its weights rounded to int8."""
@@ -414,7 +426,7 @@ def _in_panels(
 TWELVE_BITS_FROM = 2**17
 """Least number of weights of a matrix held in twelve bits: smaller ones stay in the second-level cache."""
 TWELVE_BITS = 12.2
-"""Bits of such a weight, including the room for the exceptions."""
+"""Bits of such a weight, including the room for the outliers."""
 TREE_ROWS, PROMPT_ROWS, LARGEST_PROMPT_RATIO = (1, 4, 8), 32, 1.2
 """Twelve bits are used if products of TREE_ROWS take no longer than in sixteen, in the geometric mean, and
 products of PROMPT_ROWS at most LARGEST_PROMPT_RATIO times as long, which is the noise of a trial."""
@@ -484,7 +496,7 @@ def _time_ratios() -> dict[str, float]:
 
 def _in_twelve_bits(weights: Sequence[Tensor]) -> Tensor | None:
     """Contiguous matrices (out, in) of numbers that bfloat16 holds, one below the other, in twelve bits:
-    (panels, bytes) uint8, as ``kernels.cpp`` describes. None if a panel has no room for its exceptions."""
+    (panels, bytes) uint8, as ``cpp/twelve_bits.h`` says. None if a panel has no room for its outliers."""
     if any(len(weight) % lanes() for weight in weights[:-1]):
         weights = [torch.cat([weight.bfloat16() for weight in weights])]
     size = torch.ops.medusa.twelve_size(weights[0].shape[1])

@@ -172,12 +172,12 @@ def packed_bytes(view: CausalLM) -> dict[str, int]:
 
 
 def share_apart(view: CausalLM) -> float:
-    """The share of the weights in twelve bits that are kept apart; 0 where none are in twelve bits."""
+    """The share of the weights in twelve bits that are outliers; 0 where none are in twelve bits."""
     products = [
-        each for each in view.modules() if isinstance(each, PackedMatmul) and each.num_apart is not None
+        each for each in view.modules() if isinstance(each, PackedMatmul) and each.num_outliers is not None
     ]
     num_weights = sum(each.width * each.num_inputs for each in products)
-    return sum(each.num_apart or 0 for each in products) / max(num_weights, 1)
+    return sum(each.num_outliers or 0 for each in products) / max(num_weights, 1)
 
 
 class InPlaceNorm(nn.Module):

@@ -76,7 +76,7 @@ def multiplied_in(request, monkeypatch):
 
 def dtype_of(made):
     """The type of the numbers that a product holds."""
-    return torch.bfloat16 if made.num_apart is not None else made.panels.dtype
+    return torch.bfloat16 if made.num_outliers is not None else made.panels.dtype
 
 
 SIZES = [(3, 5), (1 << 20, 20), (7,), (1 << 20, 30), (64,), (1, 1, 1)]
@@ -242,7 +242,7 @@ def test_every_number_of_bfloat16_survives_twelve_bits(monkeypatch):
     made = in_twelve_bits(weight)
     held = torch.ops.medusa.decode_twelve(made.panels, *weight.shape)
     assert torch.equal(held.view(torch.int16), weight.view(torch.int16))
-    assert made.num_apart is not None and 0 < made.num_apart < 2**16
+    assert made.num_outliers is not None and 0 < made.num_outliers < 2**16
     assert made.panels.nbytes < 12.3 / 8 * weight.numel()
 
 
@@ -254,7 +254,7 @@ def test_weights_that_are_kept_apart_are_multiplied_too(monkeypatch):
     weight[0, :40], weight[48, :40] = 1.5, -1.5
     weight[3, 519], weight[49, 0] = 2.0**100, -(2.0**-100)
     made = in_twelve_bits(weight)
-    assert made.num_apart == 2
+    assert made.num_outliers == 2
     x = torch.randn(7, 520)
     assert torch.equal(made(x)[:, [3, 49]], torch.stack([x[:, 519] * 2.0**100, x[:, 0] * -(2.0**-100)], 1))
 
@@ -266,9 +266,9 @@ def test_a_matrix_with_too_many_exponents_stays_in_sixteen_bits(monkeypatch):
     weight = (torch.rand(40, 512) * 0.9 + 1).bfloat16()
     weight[17, :33] *= 2.0**40  # one more than the panel has room for
     made = PackedMatmul([weight], None)
-    assert made.panels.dtype == torch.bfloat16 and made.num_apart is None
+    assert made.panels.dtype == torch.bfloat16 and made.num_outliers is None
     weight[17, 32] = 1
-    assert in_twelve_bits(weight).num_apart == 32
+    assert in_twelve_bits(weight).num_outliers == 32
 
 
 @needs_kernels
@@ -307,7 +307,7 @@ def test_twelve_bits_give_the_same_bits_for_any_rows_and_those_of_sixteen_where_
     monkeypatch.setattr(kernels, "_twelve_bits", True)
     weight = ((torch.rand(75, width) + 0.5) * torch.randn(75, 1).sign()).bfloat16()
     made, x = in_twelve_bits(weight), torch.randn(100, width)
-    assert made.num_apart == 0
+    assert made.num_outliers == 0
     monkeypatch.setattr(kernels, "_twelve_bits", False)
     assert torch.equal(made(x), PackedMatmul([weight], None)(x))
     monkeypatch.setattr(kernels, "_twelve_bits", True)

@@ -1,11 +1,13 @@
 // How threads share the work of an operator, on a machine that may have other work too.
 //
-// Torch's threads compute a fixed share each, and then wait for each other. That is fastest where nobody else computes; but
-// when the system gives a thread's core to another process, all wait, for milliseconds each time. Once that was seen, threads
-// of our own take over for a while: work is cut into pieces, every thread has a share of them, and one that is ready goes on
-// with pieces of the others' shares. Who computes a result never changes its bits.
+// Torch's threads compute a fixed share each, and then wait for each other. That is fastest where nobody else
+// computes; but when the system gives a thread's core to another process, all wait, for milliseconds each
+// time. Once that was seen, threads of our own take over for a while: work is cut into pieces, every thread
+// has a share of them, and one that is ready goes on with pieces of the others' shares. Who computes a result
+// never changes its bits.
 //
-// In compiled passes only: torch's threads wait awake after each of torch's own loops, on the cores that ours would need.
+// In compiled passes only: torch's threads wait awake after each of torch's own loops, on the cores that ours
+// would need.
 
 #pragma once
 
@@ -13,11 +15,14 @@
 #include <memory>
 #include <utility>
 
-// Work whose pieces can be computed by more than one thread: a thread that finds nothing left to claim also computes a
-// piece that another has claimed and not finished, and whoever is first publishes its result. The results of both are the same.
+namespace medusa {
+
+// Work whose pieces can be computed by more than one thread: a thread that finds nothing left to claim also
+// computes a piece that another has claimed and not finished, and whoever is first publishes its result. The
+// results of both are the same.
 //
-// So a thread may still compute when the work is finished and its caller has gone on. All that `compute` reads must
-// therefore belong to the work, or be kept by it; what `publish` writes to need not.
+// So a thread may still compute when the work is finished and its caller has gone on. All that `compute`
+// reads must therefore belong to the work, or be kept by it; what `publish` writes to need not.
 struct Work {
   int64_t num_pieces = 0;
 
@@ -43,9 +48,11 @@ struct Loop {
 void run(const Loop& loop);
 
 // Calls body(begin, end) for ranges that make up 0 to `count`, each of `grain` or more if there are so many.
-template <typename Body>
-void parallel_for(int64_t count, int64_t grain, const Body& body) {
-  run({[](const void* body, int64_t begin, int64_t end) { (*static_cast<const Body*>(body))(begin, end); }, &body, count, grain});
+template <typename Body> void parallel_for(int64_t count, int64_t grain, const Body& body) {
+  auto call = [](const void* body, int64_t begin, int64_t end) {
+    (*static_cast<const Body*>(body))(begin, end);
+  };
+  run({call, &body, count, grain});
 }
 
 // Whether the calling thread runs a compiled pass. Work between passes goes by the last one.
@@ -53,7 +60,7 @@ void in_compiled_pass(bool is);
 // Whether threads of our own compute everything, for tests.
 void force_own_threads(bool is);
 
-// Bytes of weights that make up a piece of a product, about.
-constexpr int64_t LEAST_BYTES = 1 << 16, MOST_BYTES = 1 << 20;
 // In how many pieces to cut a product with `units` times `unit` bytes of weights.
 int64_t pieces_of(int64_t units, int64_t unit);
+
+}  // namespace medusa

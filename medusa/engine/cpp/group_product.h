@@ -1,0 +1,110 @@
+// A product of rows with weights that stay as a file has quantised them, in the form in which its parts pass
+// it on: group_products.cpp cuts it into pieces, and this and group_products_in_tiles.cpp compute pairs of
+// panels.
+//
+// They are multiplied in one of two ways:
+// - In whole numbers: each row is rounded to 8 bits, with a step for each 32 numbers, or for 256 where a
+// file's scales
+//   are whole numbers themselves (as llama.cpp does). Sums of a group are exact in any order; groups are
+//   added in one order.
+// - In float32: a block of weights is widened to float32 and multiplied by rows as they are, column after
+// column. Either way the bits of a row's result depend on that row alone.
+
+#pragma once
+
+#include <array>
+#include <memory>
+
+#include "group_weights.h"
+
+namespace medusa {
+
+// How far ahead weights are fetched, into the second cache.
+constexpr int64_t GROUP_BYTES_AHEAD = 8 * 4096;
+
+// Rows rounded to 8 bits. `aside` has for each group of a row what its sum (of numbers) gives beside the
+// codes:
+// - where a code stands for zero: minus that code times the sum, with which sums of products begin;
+// - where that code is each group's own: the sum;
+// - for whole minima: the sums of two groups as a pair of 16 bits;
+// - for other minima: the sum times the step, a float32.
+struct WholeRows {
+  int8_t* numbers;  // (rows, padded K)
+  float* steps;     // (rows, padded K / STEP)
+  int32_t* aside;   // (rows, padded K / GROUP); of whole minima, half as many
+  int64_t width, num_steps, num_aside;
+  int64_t stride;  // bytes from row to row: an odd number of lines, or rows would share few places of the
+                   // first cache
+
+  // A row of these, from column k on.
+  template <typename F> struct Row {
+    const int8_t* numbers;
+    const float* steps;
+    const int32_t* aside;
+  };
+  template <typename F> Row<F> row(int64_t index, int64_t k = 0) const {
+    constexpr int64_t GROUPS_ASIDE = F::HAS_WHOLE_SCALES && F::HAS_MINIMA ? 2 : 1;
+    return {numbers + index * stride + k, steps + index * num_steps + k / F::STEP,
+            aside + index * num_aside + k / F::GROUP / GROUPS_ASIDE};
+  }
+};
+
+struct GroupProduct {
+  GroupWeights weights;
+  const float *x, *bias;
+  int64_t M, K, N;
+  std::array<WholeRows, NUM_FORMS> rows = {};                   // of each form that takes part
+  std::array<std::unique_ptr<float[]>, NUM_FORMS> memory = {};  // where these lie
+
+  bool in_whole_numbers() const { return weights.header->in_whole_numbers; }
+};
+
+// Where results go: that of a row and a column of the whole product lies at row * stride + column.
+struct Target {
+  float* data;
+  int64_t stride;
+};
+
+// A pair of panels of a part, which are outputs `column` to `column + width`.
+struct PanelPair {
+  const Part& part;
+  const uint8_t* panels;
+  int64_t panel_bytes, column, width;
+
+  PanelPair(const GroupWeights& weights, const Part& part, int64_t pair, int64_t first_column)
+      : part(part),
+        panel_bytes(part.panel_bytes()),
+        column(first_column + 2 * LANES * pair),
+        width(std::min<int64_t>(2 * LANES, part.num_outputs - 2 * LANES * pair)) {
+    panels = weights.panels(part) + 2 * pair * panel_bytes;
+  }
+};
+
+// Sums (num_rows, num_lanes) of rows from `row` on become `width` results from `column` on, plus their bias.
+inline void write_results(const GroupProduct& product, const Target& to, const float* sums, int64_t num_rows,
+                          int64_t num_lanes, int64_t row, int64_t column, int64_t width) {
+  for (int64_t m = 0; m < num_rows; m++) {
+    const float* from = sums + m * num_lanes;
+    float* y = to.data + (row + m) * to.stride + column;
+    for (int64_t n = 0; n < width; n++) y[n] = product.bias ? from[n] + product.bias[column + n] : from[n];
+  }
+}
+
+// sums + a lane's two whole minima times the two numbers of `pair`
+inline Int minima_added(Int sums, const uint8_t* minima, int32_t pair) {
+  typedef uint8_t Narrow __attribute__((vector_size(LANES * 2), aligned(1), may_alias));
+  return pairs_added(sums, __builtin_convertvector(*reinterpret_cast<const Narrow*>(minima), Pairs), pair);
+}
+
+// Rows from which on a pass is computed in tiles; a few blocks of rows are faster in vectors.
+constexpr int64_t LEAST_ROWS_IN_TILES = 17;
+
+// Products of all rows, in whole numbers, with pairs `pair` to `end` of a part, whose outputs begin at
+// `first_column`; in tile registers, where they are.
+void multiply_pairs_in_tiles(const GroupProduct& product, const Part& part, int64_t pair, int64_t end,
+                             int64_t first_column, const Target& to);
+// In float32.
+void multiply_pairs_in_float32(const GroupProduct& product, const Part& part, int64_t pair, int64_t end,
+                               int64_t first_column, const Target& to);
+
+}  // namespace medusa

@@ -1,0 +1,172 @@
+// The operators, as torch knows them (torch.ops.medusa), and functions of C for libraries that Inductor
+// compiles.
+
+#include "operators.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <cstdio>
+
+#include "threads.h"
+#include "tiles.h"
+
+namespace medusa {
+namespace {
+
+int64_t lanes() { return LANES; }
+
+// As torch calls them, in passes that are not compiled.
+Tensor packed_product_in_eager_pass(const Tensor& x, const Tensor& panels, std::optional<Tensor> scales,
+                                    std::optional<Tensor> bias, int64_t width) {
+  in_compiled_pass(false);
+  return packed_product(x, panels, scales, bias, width);
+}
+Tensor tree_attention_in_eager_pass(const Tensor& query, const Tensor& key, const Tensor& value,
+                                    const Tensor& seen, double scale, double cap,
+                                    std::optional<Tensor> sinks) {
+  in_compiled_pass(false);
+  return tree_attention(query, key, value, seen, scale, cap, sinks);
+}
+
+}  // namespace
+}  // namespace medusa
+
+STABLE_TORCH_LIBRARY(medusa, m) {
+  // products and their weights
+  m.def("packed_product(Tensor x, Tensor panels, Tensor? scales, Tensor? bias, int width) -> Tensor");
+  m.def("narrowest(Tensor weight) -> int");
+  m.def("pack(Tensor weight, Tensor(a!) panels, Tensor(b!)? scales, int row) -> ()");
+  m.def("encode_twelve(Tensor weight, Tensor(a!) panels, int row) -> int");
+  m.def("decode_twelve(Tensor panels, int num_outputs, int num_inputs) -> Tensor");
+  m.def("twelve_size(int num_inputs) -> int");
+  m.def("num_outliers(Tensor panels) -> int");
+  m.def("quantised_size(int[] types, int[] num_rows, int num_inputs) -> int");
+  m.def(
+      "begin_quantised(Tensor(a!) weights, int[] types, int[] num_rows, int num_inputs, bool "
+      "in_whole_numbers)"
+      " -> ()");
+  m.def("pack_quantised(Tensor(a!) weights, int part, Tensor file_rows, Tensor? order) -> ()");
+  m.def("unpack_quantised(Tensor weights) -> Tensor");
+  m.def("quantised_rows(Tensor file_rows, Tensor ids, int type, int width) -> Tensor");
+  m.def("is_in_whole_numbers(Tensor weights) -> bool");
+  // attention
+  m.def(
+      "tree_attention(Tensor query, Tensor key, Tensor value, Tensor seen, float scale, float cap, Tensor? "
+      "sinks)"
+      " -> Tensor");
+  m.def(
+      "seen_slots(Tensor lengths, Tensor depths, Tensor ancestors, int first, int end, bool by_range, int? "
+      "window)"
+      " -> Tensor");
+  // drafts
+  m.def("remember(Tensor(a!) ring, Tensor(b!) latest, int total, Tensor text) -> int");
+  m.def(
+      "continuations(Tensor tokens, Tensor lengths, Tensor[] predictions, Tensor[] corpora, Tensor totals,"
+      " Tensor odds, Tensor usual, Tensor(a!) trust, Tensor? source_guesses, int depth, int vocab_size) -> "
+      "Tensor[]");
+  m.def(
+      "grow(Tensor logits, Tensor? sharpness, Tensor? noise, Tensor? token_map, Tensor? columns,"
+      " Tensor expected_tokens, Tensor children, Tensor shares,"
+      " Tensor paths, Tensor? match_nodes, Tensor? path_logprob, Tensor? candidate_numbers,"
+      " Tensor? largest_values, int num_wanted, int num_candidates, int fanout, int beam_width, bool "
+      "has_match,"
+      " float min_accept_prob) -> (Tensor[], bool)");
+  m.def(
+      "tree_of(Tensor root, Tensor[] levels, Tensor expected_tokens, Tensor children, Tensor shares,"
+      " Tensor match_nodes, Tensor path_logprob, Tensor candidate_numbers, int num_nodes, int max_depth) -> "
+      "Tensor[]");
+  m.def("argmax(Tensor scores) -> Tensor");
+  m.def("hashed_bits(Tensor seeds, Tensor positions, int vocab_size) -> Tensor");
+  // the processor
+  m.def("lanes() -> int");
+  m.def("tiles(bool? wanted) -> bool");
+  m.def("force_own_threads(bool forced) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
+  m.impl("packed_product", TORCH_BOX(&medusa::packed_product_in_eager_pass));
+  m.impl("narrowest", TORCH_BOX(&medusa::narrowest));
+  m.impl("pack", TORCH_BOX(&medusa::pack));
+  m.impl("encode_twelve", TORCH_BOX(&medusa::encode_twelve));
+  m.impl("decode_twelve", TORCH_BOX(&medusa::decode_twelve));
+  m.impl("num_outliers", TORCH_BOX(&medusa::num_outliers));
+  m.impl("begin_quantised", TORCH_BOX(&medusa::begin_quantised));
+  m.impl("pack_quantised", TORCH_BOX(&medusa::pack_quantised));
+  m.impl("unpack_quantised", TORCH_BOX(&medusa::unpack_quantised));
+  m.impl("quantised_rows", TORCH_BOX(&medusa::quantised_rows));
+  m.impl("is_in_whole_numbers", TORCH_BOX(&medusa::is_in_whole_numbers));
+  m.impl("tree_attention", TORCH_BOX(&medusa::tree_attention_in_eager_pass));
+  m.impl("seen_slots", TORCH_BOX(&medusa::seen_slots));
+  m.impl("remember", TORCH_BOX(&medusa::remember));
+  m.impl("continuations", TORCH_BOX(&medusa::continuations));
+  m.impl("grow", TORCH_BOX(&medusa::grow));
+  m.impl("tree_of", TORCH_BOX(&medusa::tree_of));
+  m.impl("argmax", TORCH_BOX(&medusa::argmax));
+  m.impl("hashed_bits", TORCH_BOX(&medusa::hashed_bits));
+}
+
+// Those that are given no tensor.
+STABLE_TORCH_LIBRARY_IMPL(medusa, CompositeExplicitAutograd, m) {
+  m.impl("twelve_size", TORCH_BOX(&medusa::twelve_bit_panel_bytes));
+  m.impl("quantised_size", TORCH_BOX(&medusa::quantised_size));
+  m.impl("lanes", TORCH_BOX(&medusa::lanes));
+  m.impl("tiles", TORCH_BOX(&medusa::tiles));
+  m.impl("force_own_threads", TORCH_BOX(&medusa::force_own_threads));
+}
+
+// ---------------------------------------------------------------------------------------------- functions of
+// C
+
+namespace medusa {
+namespace {
+
+Tensor borrowed(AtenTensorHandle given) {
+  AtenTensorHandle owned;
+  aoti_torch_new_tensor_handle(given, &owned);
+  return Tensor(owned);
+}
+std::optional<Tensor> borrowed(AtenTensorHandle* given) {
+  return given ? std::optional(borrowed(*given)) : std::nullopt;
+}
+
+// What `compute` returns, in a compiled pass; an exception must not leave a function of C.
+template <typename Compute> AOTITorchError handed_out(AtenTensorHandle* to, Compute compute) {
+  in_compiled_pass(true);
+  try {
+    return aoti_torch_new_tensor_handle(compute().get(), to);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return AOTI_TORCH_FAILURE;
+  }
+}
+
+}  // namespace
+}  // namespace medusa
+
+#pragma GCC visibility push(default)
+extern "C" {
+AOTITorchError aoti_torch_cpu_packed_product(AtenTensorHandle x, AtenTensorHandle panels,
+                                             AtenTensorHandle* scales, AtenTensorHandle* bias, int64_t width,
+                                             AtenTensorHandle* to) {
+  using medusa::borrowed;
+  return medusa::handed_out(to, [&] {
+    return medusa::packed_product(borrowed(x), borrowed(panels), borrowed(scales), borrowed(bias), width);
+  });
+}
+AOTITorchError aoti_torch_cpu_tree_attention(AtenTensorHandle query, AtenTensorHandle key,
+                                             AtenTensorHandle value, AtenTensorHandle seen, double scale,
+                                             double cap, AtenTensorHandle* sinks, AtenTensorHandle* to) {
+  using medusa::borrowed;
+  return medusa::handed_out(to, [&] {
+    return medusa::tree_attention(borrowed(query), borrowed(key), borrowed(value), borrowed(seen), scale, cap,
+                                  borrowed(sinks));
+  });
+}
+AOTITorchError aoti_torch_cpu_quantised_rows(AtenTensorHandle rows, AtenTensorHandle ids, int64_t type,
+                                             int64_t width, AtenTensorHandle* to) {
+  using medusa::borrowed;
+  return medusa::handed_out(
+      to, [&] { return medusa::quantised_rows(borrowed(rows), borrowed(ids), type, width); });
+}
+}  // extern "C"
+#pragma GCC visibility pop

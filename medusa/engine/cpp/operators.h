@@ -1,0 +1,57 @@
+// The operators of torch, as operators.cpp registers them; each is described where it is defined.
+
+#pragma once
+
+#include "tensors.h"
+
+#include <tuple>
+
+namespace medusa {
+
+// products.cpp
+Tensor packed_product(const Tensor& x, const Tensor& panels, std::optional<Tensor> scales,
+                      std::optional<Tensor> bias, int64_t width);
+// packing.cpp
+int64_t narrowest(const Tensor& weight);
+void pack(const Tensor& weight, const Tensor& panels, const std::optional<Tensor>& scales, int64_t row);
+// twelve_bits.cpp
+int64_t encode_twelve(const Tensor& weight, const Tensor& panels, int64_t row);
+Tensor decode_twelve(const Tensor& panels, int64_t num_outputs, int64_t num_inputs);
+int64_t twelve_bit_panel_bytes(int64_t num_inputs);
+int64_t num_outliers(const Tensor& panels);
+// group_packing.cpp; types are those of GGUF, and those of directories: see file_types.cpp
+int64_t quantised_size(std::vector<int64_t> types, std::vector<int64_t> num_rows, int64_t num_inputs);
+void begin_quantised(Tensor weights, std::vector<int64_t> types, std::vector<int64_t> num_rows,
+                     int64_t num_inputs, bool in_whole_numbers);
+void pack_quantised(Tensor weights, int64_t part, Tensor file_rows, std::optional<Tensor> order);
+Tensor unpack_quantised(Tensor weights);
+Tensor quantised_rows(const Tensor& file_rows, const Tensor& ids, int64_t type, int64_t width);
+bool is_in_whole_numbers(const Tensor& weights);
+// attention.cpp
+Tensor tree_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& seen,
+                      double scale, double cap, std::optional<Tensor> sinks);
+Tensor seen_slots(const Tensor& lengths, Tensor depths, Tensor ancestors, int64_t first, int64_t end,
+                  bool by_range, std::optional<int64_t> window);
+// dynamic_trees.cpp
+std::tuple<std::vector<Tensor>, bool> grow(
+    Tensor logits, std::optional<Tensor> sharpness, std::optional<Tensor> noise,
+    std::optional<Tensor> token_map, std::optional<Tensor> columns, const Tensor& expected_tokens,
+    const Tensor& children, const Tensor& shares, const Tensor& paths, std::optional<Tensor> match_nodes,
+    std::optional<Tensor> path_logprob, std::optional<Tensor> candidate_numbers,
+    std::optional<Tensor> largest_values, int64_t num_wanted, int64_t num_candidates, int64_t fanout,
+    int64_t beam_width, bool has_match, double min_accept_prob);
+std::vector<Tensor> tree_of(const Tensor& root, std::vector<Tensor> levels, const Tensor& expected_tokens,
+                            const Tensor& children, const Tensor& shares, const Tensor& match_nodes,
+                            const Tensor& path_logprob, const Tensor& candidate_numbers, int64_t num_nodes,
+                            int64_t max_depth);
+// suffix_matches.cpp
+int64_t remember(Tensor ring, Tensor latest, int64_t total, Tensor text);
+std::vector<Tensor> continuations(Tensor tokens, const Tensor& lengths, std::vector<Tensor> predictions,
+                                  std::vector<Tensor> corpora, const Tensor& totals, const Tensor& odds,
+                                  const Tensor& usual, Tensor trust, std::optional<Tensor> source_guesses,
+                                  int64_t depth, int64_t vocab_size);
+// sampling.cpp
+Tensor argmax(const Tensor& scores);
+Tensor hashed_bits(Tensor seeds, Tensor positions, int64_t vocab_size);
+
+}  // namespace medusa
