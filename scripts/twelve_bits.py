@@ -23,7 +23,7 @@ from medusa import MedusaModel
 from medusa.assets import EMBEDDED_BASE, embedded_base
 from medusa.console import log_console
 from medusa.engine.kernels import PackedMatmul, uses_twelve_bits
-from medusa.engine.views import share_apart
+from medusa.engine.views import share_of_outliers
 from medusa.measurement.report import STANDARD_OUTPUT, end_with_json
 from medusa.measurement.timing import take_turns
 
@@ -92,7 +92,11 @@ def main() -> None:
             "bytes": sum(each.panels.nbytes for each in products),
             "formats": sorted({each.number_format for each in products}),
         }
-    found |= {"share_apart": share_apart(models[12].engine_base), "products_ms": {}, "ms_per_token": {}}
+    found |= {
+        "share_of_outliers": share_of_outliers(models[12].engine_base),
+        "products_ms": {},
+        "ms_per_token": {},
+    }
     for rows in ROWS:
         works = {bits: multiply(products_of(model), rows) for bits, model in models.items()}
         taken = found["products_ms"][rows] = median_milliseconds(works, SECONDS)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from conftest import CHECKOUT
 
-PLAIN = ("cli", "decoding", "interop", "measurement", "serving", "training")
+PLAIN = ("cli", "decoding", "engine", "interop", "measurement", "serving", "training")
 """The packages of ``medusa`` that are held to it."""
 
 

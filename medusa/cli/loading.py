@@ -39,7 +39,7 @@ from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import DrafterFactory, uses_model_heads
 from medusa.engine.loading import load_for_engine
-from medusa.engine.views import packed_bytes, share_apart
+from medusa.engine.views import packed_bytes, share_of_outliers
 from medusa.hardware import use_threads
 from medusa.heads.adapter import apply_adapter
 from medusa.heads.autoregressive_head import Heads
@@ -133,7 +133,7 @@ def load_model(
         heads += ", with the LoRA adapter that was trained with them: the text is the adapted model's"
     for number_format, size in packed_bytes(model.engine_base).items():
         heads += f", {megabytes(size)} of weights packed in {number_format}"
-    share = share_apart(model.engine_base)
+    share = share_of_outliers(model.engine_base)
     if share:
         heads += f"; {share:.2%} of those in 12 bits kept apart"
     log.print(f"{name} in {base.dtype} on {device}, {heads}", style="dim", soft_wrap=not log.is_terminal)

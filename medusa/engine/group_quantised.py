@@ -88,8 +88,10 @@ class GroupQuantisedMatmul(PackedMatmul):
     def __init__(self, weights: Sequence[QuantisedRows], bias: Tensor | None, in_whole_numbers: bool):
         nn.Module.__init__(self)
         lanes()  # loads the kernels
-        num_rows, types = [len(each.rows) for each in weights], [each.type for each in weights]
-        self.width, self.num_inputs = sum(num_rows), weights[0].num_inputs
+        num_rows = [len(each.rows) for each in weights]
+        types = [each.type for each in weights]
+        self.width = sum(num_rows)
+        self.num_inputs = weights[0].num_inputs
         self._types = dict.fromkeys((each.type_name for each in weights), 0)
         for each in weights:
             self._types[each.type_name] += each.rows.nbytes

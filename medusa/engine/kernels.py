@@ -115,7 +115,8 @@ def lanes() -> int:
     Raises:
         ValueError: they cannot run here.
     """
-    if (lacks := kernels_unsupported_reason()) is not None:
+    lacks = kernels_unsupported_reason()
+    if lacks is not None:
         raise ValueError(f"computing with the kernels needs {lacks}")
     return int(torch.ops.medusa.lanes())
 
@@ -238,7 +239,8 @@ def tree_attention(
         given = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, **kwargs}
         given = {name: option for name, option in given.items() if option is not None}
         return _ordinary(module)(module, query, key, value, attention_mask, **given)
-    if unknown := [name for name, each in kwargs.items() if isinstance(each, Tensor) and name not in _PLACES]:
+    unknown = [name for name, each in kwargs.items() if isinstance(each, Tensor) and name not in _PLACES]
+    if unknown:
         raise ValueError(f"attention over a tree knows no {', '.join(unknown)}")
     query, key, value = (each if each.stride(3) == 1 else each.contiguous() for each in (query, key, value))
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
@@ -278,7 +280,8 @@ class PackedMatmul(nn.Module):
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, int8: bool = False):
         super().__init__()
-        self.width, self.num_inputs = sum(map(len, weights)), weights[0].shape[1]
+        self.width = sum(map(len, weights))
+        self.num_inputs = weights[0].shape[1]
         if isinstance(bias, nn.Parameter):
             self.bias = bias  # shared with the base
         else:
@@ -389,9 +392,11 @@ def pack(weights: Sequence[Tensor], int8: bool = False) -> tuple[Tensor, Tensor 
     holds are (panels, bytes) uint8 where :func:`uses_twelve_bits`.
     """
     weights = [weight if weight.is_contiguous() else weight.contiguous() for weight in weights]
-    num_outputs, num_inputs = sum(map(len, weights)), weights[0].shape[1]
+    num_outputs = sum(map(len, weights))
+    num_inputs = weights[0].shape[1]
     if int8:
-        dtype, per_lane = torch.int8, 4 if has_tiles() else 2
+        dtype = torch.int8
+        per_lane = 4 if has_tiles() else 2
     else:
         dtype = max(map(narrowest_dtype, weights), key=_PRECISIONS.index)
         if dtype == torch.float16 and any(narrowest_dtype(weight) != dtype for weight in weights):
@@ -409,7 +414,8 @@ def _in_panels(
     weights: Sequence[Tensor], dtype: torch.dtype, per_lane: int, scales: Tensor | None = None
 ) -> Tensor:
     """Contiguous matrices in panels of ``dtype``; ``scales`` (out,) of int8 are written."""
-    num_outputs, num_inputs = sum(map(len, weights)), weights[0].shape[1]
+    num_outputs = sum(map(len, weights))
+    num_inputs = weights[0].shape[1]
     shape = (-(-num_outputs // lanes()), -(-num_inputs // per_lane), lanes(), per_lane)
     panels = weight_memory.empty(shape, dtype)
     panels[-1].zero_()
@@ -427,7 +433,9 @@ TWELVE_BITS_FROM = 2**17
 """Least number of weights of a matrix held in twelve bits: smaller ones stay in the second-level cache."""
 TWELVE_BITS = 12.2
 """Bits of such a weight, including the room for the outliers."""
-TREE_ROWS, PROMPT_ROWS, LARGEST_PROMPT_RATIO = (1, 4, 8), 32, 1.2
+TREE_ROWS = (1, 4, 8)
+PROMPT_ROWS = 32
+LARGEST_PROMPT_RATIO = 1.2
 """Twelve bits are used if products of TREE_ROWS take no longer than in sixteen, in the geometric mean, and
 products of PROMPT_ROWS at most LARGEST_PROMPT_RATIO times as long, which is the noise of a trial."""
 _twelve_bits: bool | None = None
@@ -477,7 +485,8 @@ def _time_ratios() -> dict[str, float]:
     """The time of a product in twelve bits, relative to sixteen, by number of rows: the shortest of trials in
     turns, which other programs delay least, over more weights than the caches of most processors hold."""
     weight = torch.randn(64 * lanes(), 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
-    pages, repeats = HugePages(), 256 // lanes()
+    pages = HugePages()
+    repeats = 256 // lanes()
     forms = []
     for panels in (_in_twelve_bits([weight]), _in_panels([weight], torch.bfloat16, 2)):
         assert panels is not None, "normal numbers have a place in twelve bits"
@@ -523,7 +532,9 @@ class HugePages:
     """Bytes of a cache line; every tensor starts at one."""
 
     def __init__(self) -> None:
-        self._part, self._taken, self._lock = _in_huge_pages(self.PART), 0, threading.Lock()
+        self._part = _in_huge_pages(self.PART)
+        self._taken = 0
+        self._lock = threading.Lock()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor of this shape."""
@@ -531,7 +542,8 @@ class HugePages:
         size = -(-count * dtype.itemsize // self.LINE) * self.LINE
         with self._lock:
             if self._taken + size > len(self._part):
-                self._part, self._taken = _in_huge_pages(max(size, self.PART)), 0
+                self._part = _in_huge_pages(max(size, self.PART))
+                self._taken = 0
             tensor = torch.frombuffer(self._part, dtype=dtype, count=count, offset=self._taken)
             self._taken += size
         return tensor.view(shape)

@@ -54,11 +54,12 @@ def with_kernels(model: CausalLM, int8: bool, release: Callable[[Tensor], Tensor
     for parent in list(model.modules()):
         pack_linears(parent, int8, release)
         for name, child in list(parent.named_children()):
+            norm = in_place_norm(child)
             if isinstance(child, PackedMatmul) and int8 and not child.is_int8:
                 setattr(parent, name, child.rounded())
                 if isinstance(parent, JoinedLinear):
                     parent.share(parent.product)
-            elif (norm := in_place_norm(child)) is not None:
+            elif norm is not None:
                 setattr(parent, name, norm)
             elif type(child).__module__ in ACTIVATION_MODULES:
                 setattr(parent, name, RowwiseActivation(child))
@@ -121,7 +122,8 @@ class RowwiseActivation(nn.Module):
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        if missing := -x.shape[-1] % WHOLE_VECTORS:
+        missing = -x.shape[-1] % WHOLE_VECTORS
+        if missing:
             return self._of_whole(nn.functional.pad(x, (0, missing)))[..., : x.shape[-1]]
         return self._of_whole(x.contiguous())
 
@@ -155,7 +157,8 @@ def float32_unsupported_reason(base: CausalLM) -> str | None:
         return "plain weights, and this model's are quantised already"
     if len(set(getattr(base, "hf_device_map", {}).values())) > 1:
         return "the whole model in one place, and this one is sharded (device_map)"
-    if (alteration := alteration_of(base)) is not None:
+    alteration = alteration_of(base)
+    if alteration is not None:
         return f"modules that run as their classes say, and this model has {alteration}"
     return None
 
@@ -171,7 +174,7 @@ def packed_bytes(view: CausalLM) -> dict[str, int]:
     return dict(held)
 
 
-def share_apart(view: CausalLM) -> float:
+def share_of_outliers(view: CausalLM) -> float:
     """The share of the weights in twelve bits that are outliers; 0 where none are in twelve bits."""
     products = [
         each for each in view.modules() if isinstance(each, PackedMatmul) and each.num_outliers is not None
@@ -191,7 +194,8 @@ class InPlaceNorm(nn.Module):
 
     def __init__(self, weight: nn.Parameter, eps: float):
         super().__init__()
-        self.weight, self.eps = weight, eps
+        self.weight = weight
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         scale = x.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
@@ -203,7 +207,8 @@ def in_place_norm(module: nn.Module) -> InPlaceNorm | None:
 
     Norms are recognised by the name of their epsilon, and accepted only if a trial gives equal results.
     """
-    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", None)
     if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not isinstance(eps, float):
         return None
     if len(inspect.signature(module.forward).parameters) != 1:  # norms of recurrent layers take a gate too
@@ -249,8 +254,10 @@ class JoinedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, shared: _JointProduct, index: int):
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias  # shared with the base
-        self._shared, self._index = shared, index
+        self.weight = linear.weight
+        self.bias = linear.bias  # shared with the base
+        self._shared = shared
+        self._index = index
         if index == 0:
             self.product = shared.product
 
@@ -269,7 +276,8 @@ class _JointProduct:
     """
 
     def __init__(self, product: nn.Module, widths: list[int]):
-        self.product, self.widths = product, widths
+        self.product = product
+        self.widths = widths
         self._held: tuple[Tensor, int, tuple[Tensor, ...]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -277,7 +285,8 @@ class _JointProduct:
 
     def part(self, index: int, x: Tensor) -> Tensor:
         """Columns of layer ``index`` for input ``x`` (..., in)."""
-        held, version = self._held, 0 if x.is_inference() else x._version
+        held = self._held
+        version = 0 if x.is_inference() else x._version
         if held is None or held[0] is not x or held[1] != version:
             held = (x, version, self.product(x).split(self.widths, dim=-1))
         self._held = None if index == len(self.widths) - 1 else held

@@ -28,7 +28,7 @@ from medusa.engine.views import (
     joined,
     packed_as,
     packed_bytes,
-    share_apart,
+    share_of_outliers,
     view_of,
 )
 
@@ -309,7 +309,7 @@ def test_a_base_in_twelve_bits_writes_the_same_text_and_tells_what_it_keeps_apar
     num_weights = sum(
         each.width * each.num_inputs for each in view.modules() if isinstance(each, kernels.PackedMatmul)
     )
-    assert share_apart(plain) == 0 and 1 / num_weights <= share_apart(view) < 0.004
+    assert share_of_outliers(plain) == 0 and 1 / num_weights <= share_of_outliers(view) < 0.004
     options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
     assert view.generate(prompt, **options).tolist() == plain.generate(prompt, **options).tolist()
 
