@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from conftest import CHECKOUT
 
-PLAIN = ("cli", "decoding", "engine", "interop", "measurement", "serving", "training")
+PLAIN = sorted(path.name for path in (CHECKOUT / "medusa").iterdir() if (path / "__init__.py").exists())
 """The packages of ``medusa`` that are held to it."""
 
 

@@ -74,7 +74,8 @@ def accept_by_walking(
     has_ended: Callable[[int], bool] = lambda row: False,
     in_lockstep: bool = False,
 ) -> Acceptance:
-    """As :func:`accept_equal`, from the root down: the base's choice is computed only at accepted nodes.
+    """The result of :func:`accept_equal`, found from the root down: the base's choice is computed only at
+    accepted nodes.
 
     This is less work where choices are expensive, as over a large vocabulary; the host waits for the device
     at each depth.
@@ -85,10 +86,12 @@ def accept_by_walking(
         has_ended: whether a row ends with its last chosen token.
         in_lockstep: whether all rows that have not ended stop where one of them does.
     """
-    tokens, parents = draft_tokens.tolist(), topology.parents.expand_as(draft_tokens).tolist()
+    tokens = draft_tokens.tolist()
+    parents = topology.parents.expand_as(draft_tokens).tolist()
     standing: list[list[int]] = [[0] for _ in tokens]  # the nodes of the text so far: siblings may be equal
     next_token = [0] * len(tokens)
-    running, depth = list(range(len(tokens))), 0
+    running = list(range(len(tokens)))
+    depth = 0
     while running:
         chosen = choose_after(running, [standing[row][0] for row in running], depth)
         for row, token in zip(running, chosen, strict=True):
@@ -102,7 +105,8 @@ def accept_by_walking(
             ]
             for row in going_on
         }
-        running, depth = [row for row in going_on if below[row]], depth + 1
+        running = [row for row in going_on if below[row]]
+        depth += 1
         if in_lockstep and len(running) < len(going_on):
             break
         for row in running:
@@ -112,7 +116,8 @@ def accept_by_walking(
 
 
 def deepest_path(stays: Tensor, chosen: Tensor, topology: TreeTopology) -> Acceptance:
-    """The deepest node all of whose path ``stays`` (B, N) bool."""
+    """The path to the deepest node all of whose path ``stays`` (B, N) bool; the base's choice there, of
+    ``chosen`` (B, N) long, follows."""
     broken = (topology.ancestors & ~stays[:, None, :]).any(dim=2)  # (B, N)
     depths = topology.depths.expand_as(stays)
     best = torch.where(broken, -1, depths).argmax(dim=1)  # (B,)
@@ -177,9 +182,12 @@ class LockstepBatch:
     ):
         self.sequences = prompts
         """(B, T + new) long."""
-        self._processors, self._criteria = processors, criteria
-        self._max_length, self._eos_ids = prompts.shape[1] + max_new_tokens, eos_ids
-        self._pad_id, self._rows_end_alone = pad_id, rows_end_alone
+        self._processors = processors
+        self._criteria = criteria
+        self._max_length = prompts.shape[1] + max_new_tokens
+        self._eos_ids = eos_ids
+        self._pad_id = pad_id
+        self._rows_end_alone = rows_end_alone
         self._is_met = [False] * len(prompts)
 
     def scores(self, rows: list[int], logits: Tensor) -> Tensor:
@@ -194,9 +202,9 @@ class LockstepBatch:
         column[rows, 0] = column.new_tensor(tokens)
         self.sequences = torch.cat([self.sequences, column], dim=1)
         is_full = self.sequences.shape[1] >= self._max_length
-        asked = self._criteria(self.sequences, None).tolist() if self._criteria else self._is_met
+        stops = self._criteria(self.sequences, None).tolist() if self._criteria else self._is_met
         for row, token in zip(rows, tokens, strict=True):
-            self._is_met[row] |= asked[row] or is_full or token in self._eos_ids
+            self._is_met[row] |= stops[row] or is_full or token in self._eos_ids
 
     def has_ended(self, row: int) -> bool:
         return self._is_met[row] if self._rows_end_alone else all(self._is_met)
@@ -218,7 +226,8 @@ def accept_in_lockstep(
     def choose_after(running: list[int], nodes: list[int], depth: int) -> list[int]:
         indices = [rows[row] for row in running]
         scores = batch.scores(indices, logits[running, nodes])
-        chosen = choose(scores, None if noise is None else noise.until(depth + 1)[running, depth]).tolist()
+        noise_here = None if noise is None else noise.until(depth + 1)[running, depth]
+        chosen = choose(scores, noise_here).tolist()
         batch.add(indices, chosen)
         return chosen
 

@@ -74,11 +74,12 @@ class GrammarCompiler:
             raise ValueError(f"grammars need a fast tokenizer, got {type(tokenizer).__name__}")
         self._matcher_of = LLMatcher
         self._tokens = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=[*eos_ids])
-        self._eos_ids, self._vocab_size = frozenset(eos_ids), vocab_size
+        self._eos_ids = frozenset(eos_ids)
+        self._vocab_size = vocab_size
         self._control_ids = {
-            each.content: token
-            for token, each in tokenizer.added_tokens_decoder.items()
-            if len(each.content) > 1
+            added.content: token
+            for token, added in tokenizer.added_tokens_decoder.items()
+            if len(added.content) > 1
         }
         longest_first = sorted(self._control_ids, key=len, reverse=True)
         self._controls = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
@@ -112,10 +113,11 @@ class GrammarCompiler:
             return self._compiled("\n".join(rules), before, "\n".join(of_before))
 
     def _compile(self, rules: str, before: str, of_before: str) -> Grammar:
-        source = self._matcher_of.grammar_from_lark
-        if problem := self._trial.problem_of(source(f"start: answer\n{rules}")):
-            raise ValueError(_told(problem))
-        whole = source(f"start: {before} answer\n{rules}\n{of_before}")
+        grammar_of = self._matcher_of.grammar_from_lark
+        problem = self._trial.problem_of(grammar_of(f"start: answer\n{rules}"))
+        if problem:
+            raise ValueError(_message_of(problem))
+        whole = grammar_of(f"start: {before} answer\n{rules}\n{of_before}")
         return Grammar(self._matcher_of(self._tokens, whole, log_level=0), self._eos_ids, self._vocab_size)
 
 
@@ -123,7 +125,7 @@ LISTED = re.compile(r"\s*(\d+ \|.*|\^+\s*)")
 """A line of a grammar as llguidance lists it, or what marks a place in it."""
 
 
-def _told(problem: str) -> str:
+def _message_of(problem: str) -> str:
     """The error message of llguidance, without the grammar that was built from a client's input."""
     lines = [line.strip() for line in problem.splitlines() if not LISTED.fullmatch(line)]
     message = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: | \(in regex\)", "", " ".join(lines))
@@ -151,8 +153,8 @@ def pattern_rule(name: str, pattern: str) -> str:
         ValueError: it is too long.
     """
     _check_length("a regular expression", pattern)
-    as_terminals = re.sub(r"\\?\n|\\.|/", lambda found: SPELT.get(found[0], found[0]), pattern)
-    return f"{name}: /{as_terminals}/"
+    escaped = re.sub(r"\\?\n|\\.|/", lambda match: SPELT.get(match[0], match[0]), pattern)
+    return f"{name}: /{escaped}/"
 
 
 def lark_rule(name: str, grammar: str) -> str:
@@ -180,12 +182,16 @@ class _Trial:
     died."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]):
-        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, [*eos_ids]
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = [*eos_ids]
         self._process: subprocess.Popen[bytes] | None = None
 
     def problem_of(self, source: str) -> str:
         """The error of a grammar, or an empty text."""
-        process = self._process = self._process or self._started()
+        if self._process is None:
+            self._process = self._started()
+        process = self._process
         assert process.stdin is not None and process.stdout is not None
         timer = threading.Timer(TRIAL_SECONDS, process.kill)
         timer.start()
@@ -197,7 +203,7 @@ class _Trial:
             answer = b""
         finally:
             timer.cancel()
-        if not answer.endswith(b"\n"):
+        if not answer.endswith(b"\n"):  # the process died of the grammar, or was killed for its time
             _end(process)
             self._process = None
             return (
@@ -207,6 +213,7 @@ class _Trial:
         return str(json.loads(answer))
 
     def _started(self) -> subprocess.Popen[bytes]:
+        """A new process, which has read its settings."""
         # -I: neither the folder of the program nor the environment changes imports
         command = [sys.executable, "-I", grammar_trial.__file__]
         process = subprocess.Popen(
@@ -237,7 +244,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _serialised(tokenizer: Any) -> str:
-    """As ``tokenizer.json``, with nothing that pads or cuts."""
+    """The text of the tokenizer's ``tokenizer.json``, without what pads or cuts."""
     backend = copy(tokenizer.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
@@ -294,7 +301,9 @@ class Grammar:
     """A compiled grammar; :meth:`processor` holds one answer to it."""
 
     def __init__(self, matcher: Any, eos_ids: frozenset[int], vocab_size: int):
-        self._matcher, self._eos_ids, self._vocab_size = matcher, eos_ids, vocab_size
+        self._matcher = matcher
+        self._eos_ids = eos_ids
+        self._vocab_size = vocab_size
 
     def processor(self, num_prompt: int) -> GrammarProcessor:
         """The logits processor of one row, after a prompt of ``num_prompt`` tokens."""
@@ -309,9 +318,11 @@ class GrammarProcessor(LogitsProcessor):
     """
 
     def __init__(self, matcher: Any, eos_ids: frozenset[int], vocab_size: int, num_prompt: int):
-        self._matcher, self._eos_ids = matcher, eos_ids
-        self._vocab_size, self._num_prompt = vocab_size, num_prompt
-        self._read: list[int] = []
+        self._matcher = matcher
+        self._eos_ids = eos_ids
+        self._vocab_size = vocab_size
+        self._num_prompt = num_prompt
+        self._consumed: list[int] = []  # the path at whose end the matcher is
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """input_ids (M, T) long, scores (M, V) float -> (M, V).
@@ -334,15 +345,15 @@ class GrammarProcessor(LogitsProcessor):
     def _moved_to(self, path: list[int]) -> bool:
         """Whether the grammar allows ``path``; the matcher is then at its end."""
         shared = 0
-        for ours, theirs in zip(self._read, path, strict=False):
-            if ours != theirs:
+        for earlier, token in zip(self._consumed, path, strict=False):
+            if earlier != token:
                 break
             shared += 1
-        self._matcher.rollback(len(self._read) - shared)
-        num_read = self._matcher.try_consume_tokens(path[shared:])
+        self._matcher.rollback(len(self._consumed) - shared)
+        num_more = self._matcher.try_consume_tokens(path[shared:])
         self._check()
-        self._read = path[: shared + num_read]
-        return len(self._read) == len(path)
+        self._consumed = path[: shared + num_more]
+        return len(self._consumed) == len(path)
 
     def _check(self) -> None:
         if self._matcher.is_error():

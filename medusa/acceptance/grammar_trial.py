@@ -26,7 +26,8 @@ def problem_of(grammar: str, matcher_of: Any, tokens: Any, quotes: int) -> str:
     Some grammars fail only once a string of theirs has begun. So the answer opens and closes strings as soon
     as it may: ``quotes`` has a bit for every token with a quotation mark.
     """
-    if problem := matcher_of.validate_grammar(grammar, tokens):
+    problem = matcher_of.validate_grammar(grammar, tokens)
+    if problem:
         return str(problem)
     matcher = matcher_of(tokens, grammar, log_level=0)
     for _ in range(MAX_STEPS):
@@ -42,12 +43,12 @@ def problem_of(grammar: str, matcher_of: Any, tokens: Any, quotes: int) -> str:
 
 def main() -> None:
     """Try grammars until there are no more."""
-    given = json.loads(sys.stdin.readline())
-    sys.path[:] = given["path"]
+    settings = json.loads(sys.stdin.readline())
+    sys.path[:] = settings["path"]
     from llguidance import LLMatcher, LLTokenizer
 
-    tokens = LLTokenizer(given["tokenizer"], n_vocab=given["num_tokens"], eos_token=given["eos_ids"])
-    quotes = sum(1 << token for token in given["quotes"])
+    tokens = LLTokenizer(settings["tokenizer"], n_vocab=settings["num_tokens"], eos_token=settings["eos_ids"])
+    quotes = sum(1 << token for token in settings["quotes"])
     _bound_memory()
     for line in sys.stdin:
         print(json.dumps(problem_of(json.loads(line), LLMatcher, tokens, quotes)), flush=True)

@@ -77,7 +77,7 @@ _WHY_NOT = {
 
 @dataclass(frozen=True)
 class SampledDraft:
-    """A drafted tree and the two distributions at its nodes. ``medusa.acceptance.rules`` has the details."""
+    """A drafted tree and the two distributions at its nodes; the beginning of this file has the details."""
 
     tokens: Tensor  # (B, N) long
     topology: TreeTopology
@@ -138,7 +138,7 @@ class VerificationRule:
         return self.function(draft, noise, state)
 
     def require(self, kind: DraftKind, context_only: bool = True, is_recurrent: bool = False) -> None:
-        """Nothing, if the rule is exact for drafts of this kind.
+        """Raise ValueError unless the rule is exact for drafts of this kind.
 
         ``context_only`` says whether the drafter's q depends only on the text, ``is_recurrent`` whether the
         base is recurrent, and so has steps without a draft.
@@ -166,7 +166,7 @@ class VerificationRule:
 
 
 def check_shapes(draft: SampledDraft, noise: VerificationNoise) -> None:
-    """Nothing, if the tensors of ``draft`` and ``noise`` fit together. Reads shapes only.
+    """Raise ValueError unless the tensors of ``draft`` and ``noise`` fit together. Reads shapes only.
 
     Raises:
         ValueError: one does not; its name, the rule and what arrived.
@@ -194,16 +194,16 @@ def check_shapes(draft: SampledDraft, noise: VerificationNoise) -> None:
 
 
 def check_chain(name: str, draft: SampledDraft) -> None:
-    """Nothing, if the draft is a chain: one node per level.
+    """Raise ValueError unless the draft is a chain: one node per level.
 
     Raises:
         ValueError: it is not.
     """
-    num_nodes, max_depth = draft.topology.num_nodes, draft.topology.max_depth
-    if not draft.topology.is_chain:
+    tree = draft.topology
+    if not tree.is_chain:
         raise ValueError(
-            f"acceptance={name!r} walks one chain, got a tree of {num_nodes} nodes and depth {max_depth}; "
-            "use CandidateTree.chain(g).topology(), or a tree rule such as 'multi_draft'"
+            f"acceptance={name!r} walks one chain, got a tree of {tree.num_nodes} nodes and depth "
+            f"{tree.max_depth}; use CandidateTree.chain(g).topology(), or a tree rule such as 'multi_draft'"
         )
 
 
@@ -298,7 +298,7 @@ def draw_tree(
     ``CandidateTree.chain(g)``, k independent chains are ``independent_chains(k, g)``. Rows of nodes on the
     last level stay 0.
     """
-    B, (_, N, V) = root.shape[0], gumbel.shape
+    B, N, V = gumbel.shape
     tokens = root.new_zeros(B, N)
     tokens[:, 0] = root
     proposal = gumbel.new_zeros(B, N, V)
@@ -331,10 +331,14 @@ def kind_drawn(tree: CandidateTree) -> DraftKind:
 def _levels(tree: CandidateTree) -> list[slice]:
     """The nodes of each depth; they are contiguous, because a CandidateTree is in breadth-first order."""
     depths = [len(path) for path in tree.paths]
-    return [slice(depths.index(d), depths.index(d) + depths.count(d)) for d in range(tree.depth + 1)]
+    starts = [depths.index(depth) for depth in range(tree.depth + 1)] + [tree.num_nodes]
+    return [slice(start, end) for start, end in pairwise(starts)]
 
 
-_DRAFT, _COIN, _RESIDUAL = 0x5DEECE66D, 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85
+# What makes three streams of noise of one seed: for drafts, for coins, and for the next token.
+_DRAFT = 0x5DEECE66D
+_COIN = 0x2545F4914F6CDD1D
+_RESIDUAL = 0x369DEA0F31A53F85
 
 
 def draft_noise(seeds: Tensor, root_positions: Tensor, num_nodes: int, vocab_size: int) -> Tensor:

@@ -120,7 +120,7 @@ def verify_greedy_block(
     layer on top of the active ones, and the modified target is the p of the step. The layers read q again,
     after text that was not drafted: q must depend only on the text.
 
-    The longest prefix whose coin falls below R / (R + 1 - a), with a = p/q of the whole prefix.
+    The longest prefix whose coin falls below R / (R + 1 - a) stays, with a = p/q of the whole prefix.
 
     Raises:
         ValueError: the draft length is another than the one ``state`` was made with.
@@ -151,7 +151,8 @@ def modified_target(
     draft: SampledDraft, proposal: Tensor, state: TargetModification
 ) -> tuple[Tensor, list[_Layer]]:
     """The target of this step (B, N, V), and the layers it came through, the newest first."""
-    num_nodes, num_layers = draft.tokens.shape[1], state.remaining.shape[1]
+    num_nodes = draft.tokens.shape[1]
+    num_layers = state.remaining.shape[1]
     if num_layers != max(num_nodes - 2, 0):
         raise ValueError(
             f"acceptance='greedy_block' needs the same draft length at every step: the state is of length "
@@ -160,13 +161,13 @@ def modified_target(
     nodes = torch.arange(num_nodes, device=draft.tokens.device)
     target = draft.target
     layers: list[_Layer] = []
-    for s in reversed(range(num_layers)):
-        layer = _Layer(target, path_log_ratio(draft, target, proposal, state.log_ratio[:, s]))
+    for index in reversed(range(num_layers)):
+        layer = _Layer(target, path_log_ratio(draft, target, proposal, state.log_ratio[:, index]))
         layers.insert(0, layer)
-        reach = num_layers - s  # a layer of that age governs no node from here on
+        reach = num_layers - index  # a layer of that age governs no node from here on
         start = _Layer(target[:, :reach], layer.log_ratio[:, :reach])
         changed = normalised(layer_weights(start, proposal[:, :reach]), fallback=start.target)
-        governed = nodes[:reach] < state.remaining[:, s, None]  # (B, reach)
+        governed = nodes[:reach] < state.remaining[:, index, None]  # (B, reach)
         changed = torch.where(governed[..., None], changed, start.target)
         target = torch.cat([changed, target[:, reach:]], dim=1)
     return target, layers
@@ -197,8 +198,10 @@ def prefix_acceptance(log_ratio: Tensor, left: Tensor) -> Tensor:
 def next_state(
     state: TargetModification, layers: list[_Layer], proposal: Tensor, verdict: Verdict
 ) -> TargetModification:
-    """Every layer moved past the tokens this step emits; the oldest slot is dead by now and drops out."""
-    num_layers, draft_length = state.remaining.shape[1], proposal.shape[1] - 1
+    """The state after this step: every layer moved past the tokens that it emits. The oldest slot is dead by
+    now and drops out."""
+    num_layers = state.remaining.shape[1]
+    draft_length = proposal.shape[1] - 1
     q = entry_at(row_at(proposal, verdict.best), verdict.next_token).log()
     moved = []
     for layer in layers[:num_layers]:
@@ -230,8 +233,7 @@ def verify_drafts(draft: SampledDraft, noise: VerificationNoise, state: Any = No
 
     Each child x in turn stays with probability min(1, p(x)/q(x)); a miss leaves p = norm(max(p - q, 0)).
 
-    Chains that share their accepted tokens are one
-    path: the drafts of all of them are tried.
+    Chains that share their accepted tokens are one path: the drafts of all of them are tried.
     """
     acceptance = torch.full_like(noise.uniform, torch.nan)
     acceptance[:, 0] = 1
@@ -243,6 +245,7 @@ def verify_drafts(draft: SampledDraft, noise: VerificationNoise, state: Any = No
 
 
 def _start(draft: SampledDraft) -> _Walk:
+    """The walk at the root, before any node is tried."""
     root = torch.zeros_like(draft.tokens[:, 0])
     on_path = torch.zeros_like(draft.tokens, dtype=torch.bool)
     on_path[:, 0] = True
@@ -252,19 +255,22 @@ def _start(draft: SampledDraft) -> _Walk:
 def _try_node(walk: _Walk, node: int, draft: SampledDraft, noise: VerificationNoise) -> tuple[_Walk, Tensor]:
     """The walk after ``node`` was tried, and what its coin was compared with (B,); NaN: it was not tried."""
     token = draft.tokens[:, node]
-    p, q = entry_at(walk.target, token), entry_at(walk.proposal, token)
+    p = entry_at(walk.target, token)
+    q = entry_at(walk.proposal, token)
     candidates = next_candidates(walk.on_path, walk.depth, draft)
     tried = candidates[:, node] & (q > 0)
     probability = ratio(p, q).clamp(max=1)
     accepted = tried & (noise.uniform[:, node] < probability)
     same = candidates & (draft.tokens == token[:, None]) & accepted[:, None]  # (B, N)
-    left = torch.where((tried & ~accepted)[:, None], excess(walk.target, walk.proposal), walk.target)
+    unless_accepted = torch.where(
+        (tried & ~accepted)[:, None], excess(walk.target, walk.proposal), walk.target
+    )
     after = _Walk(
-        torch.where(accepted, node, walk.best),
-        walk.depth + accepted,
-        walk.on_path | same,
-        torch.where(accepted[:, None], draft.target[:, node], left),
-        torch.where(accepted[:, None], draft.proposal[:, node], walk.proposal),
+        best=torch.where(accepted, node, walk.best),
+        depth=walk.depth + accepted,
+        on_path=walk.on_path | same,
+        target=torch.where(accepted[:, None], draft.target[:, node], unless_accepted),
+        proposal=torch.where(accepted[:, None], draft.proposal[:, node], walk.proposal),
     )
     return after, probability.masked_fill(~tried, torch.nan)
 
@@ -282,7 +288,7 @@ def verify_spectr(draft: SampledDraft, noise: VerificationNoise, state: Any = No
     root = torch.zeros_like(draft.tokens[:, 0])
     on_path = torch.zeros_like(draft.tokens, dtype=torch.bool)
     on_path[:, 0] = True
-    best, depth = root, root
+    best = depth = root
     acceptance = torch.where(on_path, 1.0, torch.nan).to(draft.target.dtype)
     residual = draft.target[:, 0]
     for _ in range(draft.topology.max_depth):
@@ -291,7 +297,8 @@ def verify_spectr(draft: SampledDraft, noise: VerificationNoise, state: Any = No
         acceptance = torch.where(tested.isnan(), acceptance, tested)
         token = draft.tokens.gather(1, chosen[:, None])
         on_path = on_path | (candidates & (draft.tokens == token) & accepted[:, None])
-        best, depth = torch.where(accepted, chosen, best), depth + accepted
+        best = torch.where(accepted, chosen, best)
+        depth = depth + accepted
     return conclude(draft, noise, best, residual, acceptance)
 
 
@@ -304,7 +311,8 @@ def select(
     next token (B, V): the residual after ``node``, or the target after the accepted candidate; and the
     probability of each coin (B, N), NaN for nodes that are no candidates.
     """
-    p, q = row_at(draft.target, node), row_at(draft.proposal, node)
+    p = row_at(draft.target, node)
+    q = row_at(draft.proposal, node)
     drafted = q.gather(1, draft.tokens)  # (B, N)
     num_drafts = candidates.sum(1)
     rho = division_factor(p, q, num_drafts)
@@ -312,10 +320,10 @@ def select(
     hit = candidates & (uniform < probability)
     accepted = hit.any(1)
     chosen = torch.where(accepted, hit.long().argmax(1), node)
-    left = torch.where(
+    next_distribution = torch.where(
         accepted[:, None], row_at(draft.target, chosen), residual_after_all(p, q, rho, num_drafts)
     )
-    return chosen, accepted, left, probability.masked_fill(~candidates, torch.nan)
+    return chosen, accepted, next_distribution, probability.masked_fill(~candidates, torch.nan)
 
 
 def overlap(p: Tensor, q: Tensor, rho: Tensor) -> Tensor:
@@ -346,7 +354,8 @@ def division_factor(p: Tensor, q: Tensor, num_drafts: Tensor) -> Tensor:
     for _ in range(num_halvings):
         middle = (low + high) / 2
         fits = enough(middle)
-        low, high = torch.where(fits, low, middle), torch.where(fits, middle, high)
+        low = torch.where(fits, low, middle)
+        high = torch.where(fits, middle, high)
     return high
 
 

@@ -37,7 +37,9 @@ class OccurrencePenalty(LogitsProcessor):
     """
 
     def __init__(self, prompt_length: int, frequency: float = 0.0, presence: float = 0.0):
-        self.prompt_length, self.frequency, self.presence = prompt_length, frequency, presence
+        self.prompt_length = prompt_length
+        self.frequency = frequency
+        self.presence = presence
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """input_ids (B, T) long, scores (B, V) -> (B, V)."""
@@ -100,13 +102,15 @@ def row_seeds(seed: Any, num_rows: int, device: torch.device) -> Tensor:
     if seed is None:
         return torch.randint(2**62, (num_rows,)).to(device)
     try:
-        is_one = not hasattr(seed, "__len__") or getattr(seed, "ndim", 1) == 0
-        seeds = [index(seed) + row for row in range(num_rows)] if is_one else [index(each) for each in seed]
+        if not hasattr(seed, "__len__") or getattr(seed, "ndim", 1) == 0:  # one number, or a tensor of one
+            seeds = [index(seed) + row for row in range(num_rows)]
+        else:
+            seeds = [index(row_seed) for row_seed in seed]
     except TypeError:
         raise ValueError(f"seed must be an int or one int per row, got {seed!r}") from None
     if len(seeds) != num_rows:
         raise ValueError(f"seed must be an int or one int per row: {num_rows} rows, got {len(seeds)} seeds")
-    return sent([s & (2**63 - 1) for s in seeds], device)
+    return sent([row_seed & (2**63 - 1) for row_seed in seeds], device)
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
@@ -137,8 +141,9 @@ class UpcomingNoise:
         """The noise for the tokens 1 .. ``depth`` positions after the root, (B, at least ``depth``, V)."""
         if self._drawn is None:
             self._drawn = self._draw(0, depth)
-        elif (first := self._drawn.shape[1]) < depth:
-            self._drawn = torch.cat([self._drawn, self._draw(first, depth)], dim=1)
+        elif self._drawn.shape[1] < depth:
+            more = self._draw(self._drawn.shape[1], depth)
+            self._drawn = torch.cat([self._drawn, more], dim=1)
         return self._drawn
 
 
@@ -159,11 +164,11 @@ def hashed_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     return mixed.bitwise_and_(0x7FFFFFFF)  # (B, L, V)
 
 
-def _runs_on_kernels(given: Tensor) -> bool:
+def _runs_on_kernels(tensor: Tensor) -> bool:
     """Whether the kernels compute for this tensor. Traced code must run on any device, and their operators
     would not."""
-    is_traced = torch.compiler.is_compiling() or type(given) is not Tensor
-    return given.device.type == "cpu" and not is_traced and are_loaded()
+    is_traced = torch.compiler.is_compiling() or type(tensor) is not Tensor
+    return tensor.device.type == "cpu" and not is_traced and are_loaded()
 
 
 CHUNK = 128
@@ -209,13 +214,17 @@ class NodePaths:
 
     def of_rows(self, rows: Tensor) -> NodePaths:
         """The entries of ``rows`` (B',) long."""
-        padding = [self.padding[row] for row in rows.tolist()] if self.padding else ()
-        tokens, topology = self.tokens[rows], self.topology.of_rows(rows)
-        return NodePaths(self.prefix[rows], self.prefix_lengths[rows], padding, tokens, topology)
+        return NodePaths(
+            prefix=self.prefix[rows],
+            prefix_lengths=self.prefix_lengths[rows],
+            padding=[self.padding[row] for row in rows.tolist()] if self.padding else (),
+            tokens=self.tokens[rows],
+            topology=self.topology.of_rows(rows),
+        )
 
     @functools.cached_property
     def _prefix_lengths(self) -> list[int]:
-        """On the host, asked for only by a processor that reads a path."""
+        """The lengths on the host: only a processor that reads a path waits for them."""
         return self.prefix_lengths.tolist()
 
 
@@ -233,10 +242,18 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> list[TokenLo
     """Log-probabilities of ``tokens`` (T,) long, each chosen from a row of logits (T, V), and of the
     ``num_top`` likeliest."""
     logprobs = logits.float().log_softmax(-1)
-    chosen = logprobs.gather(1, tokens[:, None]).squeeze(1).tolist()
-    values, indices = (each.tolist() for each in logprobs.topk(num_top, dim=-1))
-    tops = [list(zip(*each, strict=True)) for each in zip(indices, values, strict=True)]
-    return [TokenLogprobs(*each) for each in zip(tokens.tolist(), chosen, tops, strict=True)]
+    chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
+    likeliest = logprobs.topk(num_top, dim=-1)
+    return [
+        TokenLogprobs(token, logprob, list(zip(top_tokens, top_logprobs, strict=True)))
+        for token, logprob, top_tokens, top_logprobs in zip(
+            tokens.tolist(),
+            chosen.tolist(),
+            likeliest.indices.tolist(),
+            likeliest.values.tolist(),
+            strict=True,
+        )
+    ]
 
 
 def process_node_logits(
@@ -263,8 +280,8 @@ def process_node_logits(
 
 def _path_free(processor: Any, no_path: Tensor, scores: Tensor) -> Tensor:
     """Scores (R, V) after a processor that reads nothing else; ``no_path`` (R, 1) gives the shape."""
-    kept = quick_top_p(scores, processor)
-    return processor(no_path, scores) if kept is None else kept
+    processed = quick_top_p(scores, processor)
+    return processor(no_path, scores) if processed is None else processed
 
 
 LIKELIEST = 1024
@@ -281,10 +298,11 @@ def quick_top_p(scores: Tensor, processor: Any) -> Tensor | None:
     None where scores are not enough: between equal scores the numbers decide, ``processor`` is another one,
     or nothing may be read on the host.
     """
-    is_here = scores.device.type == "cpu" and type(scores) is Tensor and not torch.compiler.is_compiling()
-    if type(processor) is not hf.TopPLogitsWarper or not is_here or scores.shape[1] <= 4 * LIKELIEST:
+    is_readable = scores.device.type == "cpu" and type(scores) is Tensor and not torch.compiler.is_compiling()
+    if type(processor) is not hf.TopPLogitsWarper or not is_readable or scores.shape[1] <= 4 * LIKELIEST:
         return None
-    if (edge := _edge_of_likeliest(scores, processor)) is None:
+    edge = _edge_of_likeliest(scores, processor)
+    if edge is None:
         edge = _edge_of_sorted(scores, processor)
     return None if edge is None else scores.masked_fill(scores < edge, processor.filter_value)
 
@@ -298,20 +316,22 @@ def _edge_of_likeliest(scores: Tensor, processor: hf.TopPLogitsWarper) -> Tensor
     num_kept = (before < processor.top_p).sum(1).clamp(min=processor.min_tokens_to_keep)[:, None]
     if int(num_kept.max()) >= LIKELIEST:
         return None
-    edge, beyond = best.gather(1, num_kept - 1), best.gather(1, num_kept)
+    edge = best.gather(1, num_kept - 1)
+    beyond = best.gather(1, num_kept)
     is_near = (before - processor.top_p).abs() < NUCLEUS_ROUNDING
     is_certain = not is_near.any() and not (edge == beyond).any() and before.isfinite().all()
     return edge if is_certain else None
 
 
 def _edge_of_sorted(scores: Tensor, processor: hf.TopPLogitsWarper) -> Tensor | None:
-    """As :func:`_edge_of_likeliest`, with the sums that ``transformers`` computes; None between equal
-    scores."""
+    """The least score of :func:`_edge_of_likeliest`, with the sums that ``transformers`` computes; None
+    between equal scores."""
     ordered = torch.from_numpy(np.sort(scores.detach().numpy(), axis=1))
     sums = ordered.softmax(dim=-1).cumsum(dim=-1)
     num_left_out = (sums <= 1 - processor.top_p).sum(1, keepdim=True)
     num_left_out = num_left_out.clamp(max=scores.shape[1] - processor.min_tokens_to_keep)
-    edge, beyond = ordered.gather(1, num_left_out), ordered.gather(1, (num_left_out - 1).clamp(min=0))
+    edge = ordered.gather(1, num_left_out)
+    beyond = ordered.gather(1, (num_left_out - 1).clamp(min=0))
     is_between_equals = (edge == beyond) & (num_left_out > 0)
     return None if is_between_equals.any() or not sums[:, -1].isfinite().all() else edge
 
@@ -330,14 +350,15 @@ def warp_logits(logits: Tensor, processors: LogitsProcessorList) -> Tensor:
 
 
 def _process_path_by_path(scores: Tensor, processor, paths: NodePaths, nodes: Tensor | None) -> Tensor:
-    """One call per row and depth, since paths of one depth have one length."""
+    """The scores after ``processor``, called once per row and depth, since paths of one depth have one
+    length."""
     padded = isinstance(processor, LENGTH_PROCESSORS)
     processed = torch.empty_like(scores)
     of_tree = paths.topology.depths.expand(scores.shape[0], -1)
     depths = (of_tree if nodes is None else of_tree.gather(1, nodes)).tolist()
     for row, row_depths in enumerate(depths):
         for depth in sorted(set(row_depths)):
-            at_depth = [place for place, d in enumerate(row_depths) if d == depth]
+            at_depth = [place for place, node_depth in enumerate(row_depths) if node_depth == depth]
             places = torch.tensor(at_depth, device=scores.device)
             input_ids = paths.input_ids(row, places if nodes is None else nodes[row, places], depth, padded)
             processed[row, places] = processor(input_ids, scores[row, places])

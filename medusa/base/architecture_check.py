@@ -124,13 +124,15 @@ def check_tree_verification(base: CausalLM) -> None:
     Raises:
         ValueError: the tree's logits differ from the model's own forward, or a pass fails.
     """
-    if (fault := verification_error(base)) is not None:
+    fault = verification_error(base)
+    if fault is not None:
         raise ValueError(f"{fault}; use its own generate")
 
 
 def verification_error(base: CausalLM) -> str | None:
     """The reason why trees cannot be verified on ``base``, found by the trial; None if they can."""
-    name, draft = type(base).__name__, "chain" if is_recurrent(base) else "tree"
+    name = type(base).__name__
+    draft = "chain" if is_recurrent(base) else "tree"
     try:
         worst = worst_comparison(base)
     except torch.OutOfMemoryError:
@@ -161,6 +163,7 @@ def worst_comparison(base: CausalLM) -> Comparison:
 
 
 def _trial(base: CausalLM, seed: int) -> Comparison:
+    """The place where a tree pass over random tokens is furthest from the model's own forward."""
     room = (context_length(base) or sys.maxsize) - TREE.depth - 2
     lengths = [max(1, min(length, room)) for length in PROMPT_LENGTHS]
     generator = torch.Generator().manual_seed(seed)
@@ -171,16 +174,18 @@ def _trial(base: CausalLM, seed: int) -> Comparison:
     prompts, nodes, after = tokens.split([width, TREE.num_nodes, 1], dim=1)
     rows = []  # per prompt (2, length + 5): the tokens along either branch
     for row, length in enumerate(lengths):
-        parts = (prompts[row, :length], nodes[row], after[row])
-        rows.append(torch.stack([_joined_along(branch, *parts) for branch in BRANCHES]))
+        along_branches = [
+            _joined_along(branch, prompts[row, :length], nodes[row], after[row]) for branch in BRANCHES
+        ]
+        rows.append(torch.stack(along_branches))
     expected = [_own_logits(base, row) for row in rows]
-    span = max(_span(each) for each in expected)
+    span = max(_span(logits) for logits in expected)
     tolerance = _tolerance(base)
     compared = _compared_chains if is_recurrent(base) else _compared
-    found = list(compared(base, lengths, prompts, nodes, after, expected))
-    place, difference = max(found, key=lambda pair: pair[1])
+    differences = list(compared(base, lengths, prompts, nodes, after, expected))
+    place, difference = max(differences, key=lambda pair: pair[1])
     allowed = tolerance.always * span
-    if allowed < difference <= tolerance.never * span:
+    if allowed < difference <= tolerance.never * span:  # the model's own decoding may be as far off
         noise = _difference(_own_cached_logits(base, rows[0]), expected[0])
         allowed = max(allowed, min(NOISE_FACTOR * noise, tolerance.never * span))
     return Comparison(place, difference, allowed)
@@ -193,8 +198,8 @@ def _joined_along(branch: tuple[int, ...], prompt: Tensor, nodes: Tensor, after:
 
 def _span(logits: Tensor) -> float:
     """The range of logits, without values that represent minus infinity."""
-    meant = logits[logits.abs() < torch.finfo(logits.dtype).max / 2]
-    return float(meant.max() - meant.min()) if len(meant) else 0.0
+    finite = logits[logits.abs() < torch.finfo(logits.dtype).max / 2]
+    return float(finite.max() - finite.min()) if len(finite) else 0.0
 
 
 def _compared(
@@ -233,8 +238,8 @@ def _compared_chains(
     after: Tensor,
     expected: list[Tensor],
 ) -> Iterator[tuple[str, float]]:
-    """The same of a base that keeps a state: the first branch is verified and all but its root rejected, and
-    then the second, which is read twice."""
+    """The distances of :func:`_compared` for a base that keeps a state: the first branch is verified and all
+    but its root rejected, and then the second, which is read twice."""
     lengths = torch.tensor(prompt_lengths, device=prompts.device)
     first, second = (nodes[:, list(branch)] for branch in BRANCHES)
     for chunk, reading in _readings(prompt_lengths):
@@ -271,7 +276,7 @@ def _own_logits(base: CausalLM, rows: Tensor) -> Tensor:
 
 
 def _own_cached_logits(base: CausalLM, rows: Tensor) -> Tensor:
-    """The same from the model's own cache, the last tokens one at a time."""
+    """The logits of :func:`_own_logits` from the model's own cache, the last tokens one at a time."""
     start = rows.shape[1] - TREE.depth - 2
     output = base(input_ids=rows[:, :start], use_cache=True)
     parts = [output.logits]
@@ -289,15 +294,16 @@ def _has_token_types(base: CausalLM) -> bool:
     return is_composite and "token_type_ids" in inspect.signature(base.forward).parameters
 
 
-def _difference(ours: Tensor, theirs: Tensor) -> float:
+def _difference(logits: Tensor, expected: Tensor) -> float:
     """The largest difference: 0 where both are infinite or not a number, infinite where only one is."""
-    theirs = theirs.to(ours.device)
-    is_same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    apart = torch.where(is_same, 0.0, (ours.float() - theirs.float()).abs())
-    return float(apart.nan_to_num(nan=torch.inf).max())
+    expected = expected.to(logits.device)
+    is_same = (logits == expected) | (logits.isnan() & expected.isnan())
+    differences = torch.where(is_same, 0.0, (logits.float() - expected.float()).abs())
+    return float(differences.nan_to_num(nan=torch.inf).max())
 
 
 def _tolerance(base: CausalLM) -> Tolerance:
+    """The tolerance of the precision in which ``base`` computes."""
     is_full = base.dtype in (torch.float32, torch.float64) and not getattr(base, "is_quantized", False)
     return FULL_PRECISION if is_full else LOW_PRECISION
 
@@ -309,7 +315,7 @@ def _usable_tokens(base: CausalLM) -> Tensor:
         for key, value in config.to_dict().items():
             if key.endswith(("token_id", "token_index", "token_ids")):
                 ids = value if isinstance(value, list) else [value]
-                special.update(each for each in ids if isinstance(each, int))
+                special.update(token for token in ids if isinstance(token, int))
     return torch.tensor([token for token in range(vocab_size(base)) if token not in special])
 
 
@@ -350,7 +356,8 @@ def check_decodable(base: CausalLM, attends_here: bool = True) -> None:
     """Raise ValueError, with the reason, when a tree cannot be verified on ``base``, TypeError when ``base``
     is a wrapper around a model. The attention implementation counts only where ``attends_here``."""
     check_is_model(base)
-    name, config = type(base).__name__, base.config.get_text_config(decoder=True)
+    name = type(base).__name__
+    config = base.config.get_text_config(decoder=True)
     if base.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder model; tree verification needs a decoder-only model")
     lm_head(base)
@@ -407,15 +414,15 @@ def check_quantised_layers(base: CausalLM) -> None:
     """
     rounding = []
     for name, layer in _one_of_each_kind(base):
-        depends, rounds = _tried(layer, base)
+        depends, rounds = _flaws(layer, base)
         if depends:
             raise ValueError(
-                f"what {_named(layer)} ({name}) gives for a token depends on the tokens beside it, so "
+                f"what {_kind_name(layer)} ({name}) gives for a token depends on the tokens beside it, so "
                 "guesses would change the text; load the base with weights quantised otherwise, in 4 bits or "
                 "with torchao's Int8WeightOnlyConfig say, or use its own generate"
             )
         if rounds:
-            rounding.append(_named(layer))
+            rounding.append(_kind_name(layer))
     if rounding:
         warnings.warn(
             f"{' and '.join(dict.fromkeys(rounding))} compute in less than float32, in which this base is "
@@ -443,34 +450,38 @@ def _is_linear(layer: nn.Module) -> bool:
     return all(isinstance(getattr(layer, name, None), int) for name in ("in_features", "out_features"))
 
 
-def _named(layer: nn.Module) -> str:
-    weight, library = getattr(layer, "weight", None), type(layer).__module__.partition(".")[0]
+def _kind_name(layer: nn.Module) -> str:
+    """The kind of a quantised layer, in words."""
     if type(layer) is nn.Linear:  # torchao replaces only the weight
-        return f"layers with {type(weight).__name__} weights"
+        return f"layers with {type(layer.weight).__name__} weights"
+    library = type(layer).__module__.partition(".")[0]
     return f"{type(layer).__name__} layers of {library}"
 
 
 @torch.no_grad()
-def _tried(layer: Any, base: CausalLM) -> tuple[bool, bool]:
+def _flaws(layer: Any, base: CausalLM) -> tuple[bool, bool]:
     """Whether what ``layer`` gives for a row depends on the others of a pass, and whether it computes in less
     than float32 though ``base`` is loaded so."""
     generator = torch.Generator().manual_seed(0)
     shape = (1, max(MIN_ROWS, NUM_INPUTS // layer.in_features), layer.in_features)
-    device = next((each.device for each in chain(layer.parameters(), layer.buffers())), lm_head_device(base))
+    tensors = chain(layer.parameters(), layer.buffers())
+    device = next((tensor.device for tensor in tensors), lm_head_device(base))
     if device.type == "meta":  # accelerate loads the weights on demand
         device = lm_head_device(base)
 
     def drawn() -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    def result(given: Tensor) -> Tensor:
-        return layer(given.to(device, base.dtype)).float()
+    def output_of(states: Tensor) -> Tensor:
+        return layer(states.to(device, base.dtype)).float()
 
-    rows, others, noise = drawn(), drawn() * LARGE, drawn().sign() * NOISE
+    rows = drawn()
+    others = drawn() * LARGE
     others[:, 0] = rows[:, 0]
-    found = result(rows)
-    depends = not torch.equal(found[:, 0], result(others)[:, 0])
+    noise = drawn().sign() * NOISE
+    output = output_of(rows)
+    depends = not torch.equal(output[:, 0], output_of(others)[:, 0])
     if base.dtype != torch.float32:
         return depends, False
-    apart = (result(rows + rows * noise) - found).abs().max()
-    return depends, bool(apart > HANDED_ON * found.abs().max())
+    change = (output_of(rows + rows * noise) - output).abs().max()
+    return depends, bool(change > HANDED_ON * output.abs().max())

@@ -207,11 +207,16 @@ def seen_slots(
     """
     first, end, _ = nodes.indices(topology.num_nodes)
     by_range = topology.is_chain and end - first > MOST_TREE_NODES
-    given = lengths, topology.depths, topology.ancestors, first, end, by_range
-    seen = {kind: torch.ops.medusa.seen_slots(*given, window) for kind, window in windows.items()}
+    seen = {
+        kind: torch.ops.medusa.seen_slots(
+            lengths, topology.depths, topology.ancestors, first, end, by_range, window
+        )
+        for kind, window in windows.items()
+    }
     return seen if len(seen) > 1 else seen.popitem()[1]
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask that is added to scores: 0 where ``visible``, and the lowest number elsewhere."""
     zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return zeros.masked_fill_(~visible, torch.finfo(dtype).min)

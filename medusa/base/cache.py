@@ -81,7 +81,9 @@ class TreeCache(Cache):
         return self._known[1]
 
     def _set_lengths(self, lengths: Tensor, known: list[int]) -> None:
-        self.lengths, self._known = lengths, (lengths, known)
+        """Set the committed tokens of each row, which the host knows too."""
+        self.lengths = lengths
+        self._known = lengths, known
         self.longest = max(known, default=0)
 
     @property
@@ -120,8 +122,11 @@ class TreeCache(Cache):
     @property
     def bytes_per_token(self) -> int:
         """Bytes of the keys, values and features of one token of one row."""
-        entries = [each for layer in self._kept_layers for each in layer.entries]
-        return sum(each.shape[1] * each.shape[3] * each.element_size() for each in entries)
+        return sum(
+            entries.shape[1] * entries.shape[3] * entries.element_size()
+            for layer in self._kept_layers
+            for entries in layer.entries
+        )
 
     def expect(self, num_slots: int) -> None:
         """Have the next growth of a buffer make room for ``num_slots`` tokens of a row at once, for a long
@@ -137,7 +142,8 @@ class TreeCache(Cache):
     def keep_features(self, states: Tensor, lengths: Tensor, longest: int) -> None:
         """Store hidden states ``states`` (B, N, D), in each row from slot ``lengths`` (B,) long on, at most
         ``longest``. They belong to the current pass, or to committed tokens."""
-        layer, states = self._features, states[:, None]
+        layer = self._features
+        states = states[:, None]  # as keys of one head
         if not layer.is_initialized:
             layer.lazy_initialization(states, states[..., :0])
         layer.reserve(longest + states.shape[2])
@@ -159,7 +165,7 @@ class TreeCache(Cache):
         self.under_way.slots = self.lengths[:, None] + nodes
         multiple = READ_STEP.get(self.lengths.device.type, 1) if self.takes_masks else 1
         self.under_way.num_slots = -(-(self.longest + first_node + num_nodes) // multiple) * multiple
-        same_length = self.num_rows == 1 or all(each == self.longest for each in self.known_lengths)
+        same_length = self.num_rows == 1 or all(length == self.longest for length in self.known_lengths)
         self.under_way.shared_start = self.longest + first_node if same_length else None
 
     def commit(
@@ -183,8 +189,7 @@ class TreeCache(Cache):
         """Put the nodes of ``path`` (B, L) long in order, after each row's last committed token."""
         path = path[:, : self.slots.shape[1]]  # L comes from a bound on the depth, which may exceed the nodes
         in_order = torch.arange(path.shape[1], device=path.device)
-        source, target = self.lengths[:, None] + path, self.lengths[:, None] + in_order
-        self._move_entries(source, target)
+        self._move_entries(self.lengths[:, None] + path, self.lengths[:, None] + in_order)
 
     def _move_entries(self, source: Tensor, target: Tensor) -> None:
         """Copy slots ``source`` (B, L) long to ``target`` (B, L) long in every layer."""
@@ -195,12 +200,12 @@ class TreeCache(Cache):
         """Keep the first ``num_kept`` (B,) long tokens of the pass, as for a prompt; ``known`` are the same
         numbers."""
         known = num_kept.tolist() if known is None else known
-        sums = [length + kept for length, kept in zip(self.known_lengths, known, strict=True)]
-        self._set_lengths(self.lengths + num_kept, sums)
+        lengths = [length + count for length, count in zip(self.known_lengths, known, strict=True)]
+        self._set_lengths(self.lengths + num_kept, lengths)
 
     def uncommit_last(self) -> None:
         """Take each row's last committed token back: it is to be node 0 of the next tree."""
-        self._set_lengths(self.lengths - 1, [each - 1 for each in self.known_lengths])
+        self._set_lengths(self.lengths - 1, [length - 1 for length in self.known_lengths])
 
     def keep_rows(self, rows: Tensor) -> None:
         """Drop all rows but ``rows`` (B',) long, in that order."""
@@ -222,8 +227,8 @@ class TreeCache(Cache):
         unless that many join.
         """
         longest = max(self.longest, other.longest)
-        for layer, theirs in zip(self._kept_layers, other._kept_layers, strict=True):
-            layer.join(theirs, other.longest, longest, most_rows)
+        for layer, other_layer in zip(self._kept_layers, other._kept_layers, strict=True):
+            layer.join(other_layer, other.longest, longest, most_rows)
         known = self.known_lengths + other.known_lengths
         self._set_lengths(torch.cat([self.lengths, other.lengths]), known)
 
@@ -279,33 +284,40 @@ class FixedTreeCache(TreeCache):
 
     def load(self, source: TreeCache) -> None:
         """Copy what ``source`` has committed, which must fit the reserved slots."""
-        self.longest, self.num_positions = source.longest, source.num_positions
+        self.longest = source.longest
+        self.num_positions = source.num_positions
         self.lengths.copy_(source.lengths)
-        # a layer that reads another's keys and values, as in Gemma 3n, has none of its own
-        pairs = [each for each in zip(self.tree_layers, source.tree_layers, strict=True) if each[1].entries]
-        for layer, theirs in pairs:
+        layers = [
+            (layer, source_layer)
+            for layer, source_layer in zip(self.tree_layers, source.tree_layers, strict=True)
+            if source_layer.entries  # a layer that reads another's keys and values, as in Gemma 3n, has none
+        ]
+        for layer, source_layer in layers:
             if not layer.is_initialized:
-                layer.lazy_initialization(*theirs.entries)
+                layer.lazy_initialization(*source_layer.entries)
         self.reserve(self.num_slots)
-        for layer, theirs in pairs:
-            for entries, given in zip(layer.entries, theirs.entries, strict=True):
-                entries[:, :, : source.longest] = given[:, :, : source.longest]
+        for layer, source_layer in layers:
+            for entries, source_entries in zip(layer.entries, source_layer.entries, strict=True):
+                entries[:, :, : source.longest] = source_entries[:, :, : source.longest]
 
     def reserve(self, num_slots: int) -> None:
         """Have every pass read ``num_slots`` slots; shorter buffers are replaced by longer ones."""
         self.under_way.num_slots = num_slots
-        entries = [each for layer in self.tree_layers for each in layer.entries]
-        if num_slots <= min((each.shape[2] for each in entries), default=num_slots):
+        all_entries = [entries for layer in self.tree_layers for entries in layer.entries]
+        if num_slots <= min((entries.shape[2] for entries in all_entries), default=num_slots):
             return
-        kinds = {(*each.shape[:2], each.shape[3], each.dtype, each.device) for each in entries}
+        kinds = {
+            (*entries.shape[:2], entries.shape[3], entries.dtype, entries.device) for entries in all_entries
+        }
         if len(kinds) > 1:
             for layer in self.tree_layers:
                 layer.reserve(num_slots)
             return
-        ((*rows_and_heads, width, _, _),) = kinds  # the only one: all layers have the same shape
-        self._joint = _zeros(entries[0], (len(entries), *rows_and_heads, _rounded_up(num_slots), width))
-        for part, each in zip(self._joint, entries, strict=True):
-            part[:, :, : each.shape[2]] = each
+        first = all_entries[0]  # all layers have its shape
+        rows, heads, _, width = first.shape
+        self._joint = _zeros(first, (len(all_entries), rows, heads, _rounded_up(num_slots), width))
+        for part, entries in zip(self._joint, all_entries, strict=True):
+            part[:, :, : entries.shape[2]] = entries
         parts = iter(self._joint)
         for layer in self.tree_layers:
             if layer.entries:
@@ -318,9 +330,8 @@ class FixedTreeCache(TreeCache):
             self._joint.index_copy_(3, target[0], self._joint.index_select(3, source[0]))
         else:
             parts, _, heads, _, width = self._joint.shape
-            source, target = (
-                each[None, :, None, :, None].expand(parts, -1, heads, -1, width) for each in (source, target)
-            )
+            source = source[None, :, None, :, None].expand(parts, -1, heads, -1, width)
+            target = target[None, :, None, :, None].expand(parts, -1, heads, -1, width)
             self._joint.scatter_(3, target, self._joint.gather(3, source))
 
     def plan_pass(self, num_nodes: int, first_node: int = 0) -> None:
@@ -385,24 +396,25 @@ class TreeCacheLayer(CacheLayerMixin):
         """Make room for ``num_slots`` slots; the stored entries are kept. A buffer that grows loses its room
         for further rows."""
         if self.entries and num_slots > self.capacity:
-            wanted = max(num_slots, self.under_way.expected)
+            new_capacity = _rounded_up(max(num_slots, self.under_way.expected))
             used = min(self.capacity, max(self.under_way.num_slots, self.under_way.longest))
             buffers = []
             for entries in self.entries:
                 rows, heads, _, width = entries.shape
-                buffers.append(_zeros(entries, (rows, heads, _rounded_up(wanted), width)))
-                buffers[-1][:, :, :used] = entries[:, :, :used]
+                buffer = _zeros(entries, (rows, heads, new_capacity, width))
+                buffer[:, :, :used] = entries[:, :, :used]
+                buffers.append(buffer)
             self.set_buffers(buffers)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots ``source`` (B, L) long to ``target`` (B, L) long of each row."""
         for entries in self.entries:
             if len(entries) == 1:  # takes half the time of gather and scatter
-                taken = entries.index_select(2, source[0].to(entries.device))
-                entries.index_copy_(2, target[0].to(entries.device), taken)
+                moved = entries.index_select(2, source[0].to(entries.device))
+                entries.index_copy_(2, target[0].to(entries.device), moved)
             else:
-                taken = entries.gather(2, _along_entries(source, entries))
-                entries.scatter_(2, _along_entries(target, entries), taken)
+                moved = entries.gather(2, _along_entries(source, entries))
+                entries.scatter_(2, _along_entries(target, entries), moved)
 
     def move_rows(self, sources: list[int], num_slots: int) -> None:
         """Copy the first ``num_slots`` slots of row ``sources[r]`` to row r, for each r in turn; drop all
@@ -413,18 +425,19 @@ class TreeCacheLayer(CacheLayerMixin):
                     buffer[row, :, :num_slots] = buffer[source, :, :num_slots]
         self.set_buffers(self.buffers, len(sources))
 
-    def join(self, other: TreeCacheLayer, their_slots: int, num_slots: int, most_rows: int) -> None:
-        """Append the rows of ``other``, ``their_slots`` slots each, with room for ``num_slots`` slots."""
+    def join(self, other: TreeCacheLayer, other_slots: int, num_slots: int, most_rows: int) -> None:
+        """Append the rows of ``other``, ``other_slots`` slots each, with room for ``num_slots`` slots."""
         if not other.is_initialized:
             return
         self.reserve(num_slots)
-        ours, theirs = len(self.entries[0]), len(other.entries[0])
-        if len(self.buffers[0]) < ours + theirs:
-            wanted = max(min(most_rows, 2 * ours), ours + theirs)
-            self.buffers = [_with_rows(entries, wanted) for entries in self.entries]
+        num_rows = len(self.entries[0])
+        num_joined = num_rows + len(other.entries[0])
+        if len(self.buffers[0]) < num_joined:
+            room = max(min(most_rows, 2 * num_rows), num_joined)
+            self.buffers = [_with_rows(entries, room) for entries in self.entries]
         for buffer, entries in zip(self.buffers, other.entries, strict=True):
-            buffer[ours : ours + theirs, :, :their_slots] = entries[:, :, :their_slots]
-        self.set_buffers(self.buffers, ours + theirs)
+            buffer[num_rows:num_joined, :, :other_slots] = entries[:, :, :other_slots]
+        self.set_buffers(self.buffers, num_joined)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.under_way.longest + query_length, 0

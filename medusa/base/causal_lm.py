@@ -70,7 +70,8 @@ def embedding_rows(embedding: nn.Module) -> Tensor:
     if isinstance(embedding, HasQuantisedRows):
         return embedding.rows_at(torch.arange(len(embedding_weight(embedding))))
     rows = cast(Tensor, getattr(embedding, "rows", embedding.weight)).detach()
-    if rows.is_meta and (hook := _offloading_hook(embedding)) is not None:
+    hook = _offloading_hook(embedding) if rows.is_meta else None
+    if hook is not None:
         return hook.weights_map["weight"].detach().to(place_of(embedding))
     return rows
 
@@ -102,7 +103,8 @@ def place_of(embedding: nn.Module) -> torch.device:
 def _offloading_hook(module: nn.Module) -> Any:
     """accelerate's hook on ``module`` that brings offloaded weights; None where there is none."""
     outer = getattr(module, "_hf_hook", None)
-    return next((each for each in getattr(outer, "hooks", [outer]) if getattr(each, "offload", False)), None)
+    hooks = getattr(outer, "hooks", [outer])  # one hook, or a sequence of them
+    return next((hook for hook in hooks if getattr(hook, "offload", False)), None)
 
 
 def lm_head_device(base: CausalLM) -> torch.device:
@@ -133,10 +135,12 @@ def end_ids(base: CausalLM, tokenizer: Any = None) -> frozenset[int]:
 
 
 def ids_of(named: int | Sequence[int] | Tensor | None) -> list[int]:
-    """The ids in what configurations take for tokens."""
+    """The ids that a setting of a configuration names: none, one or several."""
     if isinstance(named, Tensor):
         named = named.tolist()
-    return [] if named is None else [named] if isinstance(named, int) else list(named)
+    if named is None:
+        return []
+    return [named] if isinstance(named, int) else list(named)
 
 
 def context_length(base: CausalLM) -> int | None:
@@ -148,33 +152,34 @@ def context_length(base: CausalLM) -> int | None:
     named = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if named is None:
         return None
-    sets = zip(rope_types(base), _rope_parameters(base), strict=True)
     stretched = [
-        int(each["factor"] * (each.get("original_max_position_embeddings") or named))
-        for kind, each in sets
-        if kind == "yarn" and each.get("factor")
+        int(rope["factor"] * (rope.get("original_max_position_embeddings") or named))
+        for kind, rope in zip(rope_types(base), _rope_parameters(base), strict=True)
+        if kind == "yarn" and rope.get("factor")
     ]
     return max(named, min(stretched, default=named))
 
 
 def longrope_threshold(base: CausalLM) -> int | None:
     """The position from which LongRoPE takes its long factors; None for other models."""
-    sets = zip(rope_types(base), _rope_parameters(base), strict=True)
-    return min(
-        (each["original_max_position_embeddings"] for kind, each in sets if kind == "longrope"), default=None
-    )
+    thresholds = [
+        rope["original_max_position_embeddings"]
+        for kind, rope in zip(rope_types(base), _rope_parameters(base), strict=True)
+        if kind == "longrope"
+    ]
+    return min(thresholds, default=None)
 
 
 def rope_types(base: CausalLM) -> list[str | None]:
     """The kinds of the model's rotary embeddings, None where its configuration names none."""
-    return [each.get("rope_type", each.get("type")) for each in _rope_parameters(base)]
+    return [rope.get("rope_type", rope.get("type")) for rope in _rope_parameters(base)]
 
 
 def _rope_parameters(base: CausalLM) -> list[dict]:
     """The rotary settings of the model: one set, or one for each layer type."""
-    given = getattr(base.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    nested = [each for each in given.values() if isinstance(each, dict)]
-    return nested or [given]
+    parameters = getattr(base.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    return by_layer_type or [parameters]
 
 
 def decoder_layers(base: CausalLM) -> nn.ModuleList:
@@ -192,15 +197,16 @@ def layers_of(hidden: Tensor, given: Sequence[int], wanted: Sequence[int]) -> Te
     if list(given) == list(wanted):
         return hidden
     last, *below = hidden.unflatten(-1, (1 + len(given), -1)).unbind(-2)
-    return torch.cat([last, *(below[list(given).index(layer)] for layer in wanted)], dim=-1)
+    state_after = dict(zip(given, below, strict=True))
+    return torch.cat([last, *(state_after[layer] for layer in wanted)], dim=-1)
 
 
 def copy_sharing_parameters(module: Any) -> Any:
-    """Modules of their own over the parameters, buffers and accelerate hooks of ``module``."""
+    """A copy of ``module``: modules of their own over its parameters, buffers and accelerate hooks."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    hooks = (each._hf_hook for each in module.modules() if hasattr(each, "_hf_hook"))
+    hooks = [part._hf_hook for part in module.modules() if hasattr(part, "_hf_hook")]
     shared.update((id(hook), hook) for hook in hooks)
-    return copy.deepcopy(module, shared)
+    return copy.deepcopy(module, shared)  # what it finds in `shared` it takes for copied
 
 
 def new_cache(base: CausalLM, num_rows: int) -> TreeCache:
@@ -215,8 +221,10 @@ def new_cache(base: CausalLM, num_rows: int) -> TreeCache:
 @torch.no_grad()
 def cache_bytes_per_token(base: CausalLM) -> int:
     """Memory that keys and values of one token of one row take: one is read to find out."""
-    cache, one = new_cache(base, 1), torch.ones(1, dtype=torch.long, device=lm_head_device(base))
-    prefill(base, one[None] * 0, one, cache)
+    device = lm_head_device(base)
+    cache = new_cache(base, 1)
+    token = torch.zeros(1, 1, dtype=torch.long, device=device)
+    prefill(base, token, torch.ones(1, dtype=torch.long, device=device), cache)
     return cache.bytes_per_token
 
 
@@ -261,12 +269,12 @@ def verify(
     if isinstance(cache, StatefulCache):
         return _verify_chains(base, tokens, topology, cache, select, layers)
 
-    def wanted(hidden: Tensor) -> Tensor:
+    def selected(hidden: Tensor) -> Tensor:
         if select is None:
             return hidden
         return hidden.gather(1, select.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[2]))
 
-    with capture_hidden_states(base, wanted, layers) as seen:
+    with capture_hidden_states(base, selected, layers) as seen:
         output = base(**tree_inputs(base, tokens, topology, cache, first_node))
     return seen.last, output.logits
 
@@ -279,25 +287,25 @@ def _verify_chains(
     select: Tensor | None,
     layers: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`verify`, row after row, each after its replayed tokens."""
+    """The result of :func:`verify`, row after row, each after its replayed tokens."""
     before = (torch.arange(topology.num_nodes, device=topology.parents.device) - 1).clamp(min=0)
     if not topology.is_chain and not bool((topology.parents == before).all()):
         raise ValueError(
             f"{type(base).__name__} keeps a state, which follows one path: drafts for it must be chains, got "
             "a tree; pass CandidateTree.chain(...), or drafter='dynamic-heads', which gives its best path"
         )
-    nodes = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    wanted = nodes if select is None else select
-    found = []
+    if select is None:
+        select = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    hidden = []
+    logits = []
     for row, states in enumerate(cache.stateful_rows):
-        read = states.begin_pass(tokens[row : row + 1])
-        num_replayed = read.shape[1] - tokens.shape[1]
-        with capture_hidden_states(
-            base, functools.partial(_narrowed, to=num_replayed + wanted[row]), layers
-        ) as seen:
-            output = base(**_chain_inputs(base, read, states))
-        found.append((seen.last[:, num_replayed:], output.logits))
-    hidden, logits = zip(*found, strict=True)
+        pass_tokens = states.begin_pass(tokens[row : row + 1])
+        num_replayed = pass_tokens.shape[1] - tokens.shape[1]
+        narrow = functools.partial(_narrowed, to=num_replayed + select[row])
+        with capture_hidden_states(base, narrow, layers) as seen:
+            output = base(**_chain_inputs(base, pass_tokens, states))
+        hidden.append(seen.last[:, num_replayed:])
+        logits.append(output.logits)
     return torch.cat(hidden), torch.cat(logits)
 
 
@@ -310,11 +318,13 @@ def _chain_inputs(base: CausalLM, tokens: Tensor, row: StatefulRow) -> dict[str,
     """The arguments of ``base``'s forward for tokens (1, N) long, which were announced to ``row``. The model
     makes the masks itself."""
     positions = row.longest + torch.arange(tokens.shape[1], device=tokens.device)[None]
-    if (context := context_length(base)) is not None:
+    context = context_length(base)
+    if context is not None:
         positions = positions.clamp(max=context - 1)
-    given = {"input_ids": tokens, "use_cache": True, cache_argument(base): row}
-    takes_positions = "position_ids" in inspect.signature(type(base).forward).parameters
-    return given | ({"position_ids": positions} if takes_positions else {})
+    arguments = {"input_ids": tokens, "use_cache": True, cache_argument(base): row}
+    if "position_ids" in inspect.signature(type(base).forward).parameters:
+        arguments["position_ids"] = positions
+    return arguments
 
 
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
@@ -336,10 +346,10 @@ def cache_argument(module: nn.Module) -> str:
 @functools.cache
 def _named_cache(kind: Any) -> str | None:
     """The name by the first class of the inheritance that has one."""
-    for each in kind.__mro__:
-        takes = inspect.signature(each.forward).parameters if "forward" in vars(each) else {}
+    for ancestor in kind.__mro__:
+        parameters = inspect.signature(ancestor.forward).parameters if "forward" in vars(ancestor) else {}
         for name in CACHE_ARGUMENTS:  # XLM's is a dict
-            if name in takes and not str(takes[name].annotation).startswith("dict["):
+            if name in parameters and not str(parameters[name].annotation).startswith("dict["):
                 return name
     return None
 
@@ -372,12 +382,11 @@ def tree_inputs(
     else:
         dtype = mask_dtype(config, base.dtype)
         masks = tree_attention_masks(cache.lengths, cache.num_slots, topology, windows, dtype, nodes)
+    num_positions = cache.num_positions or context_length(base)
     return {
         "input_ids": tokens,
         "attention_mask": masks,
-        "position_ids": node_positions(
-            cache.lengths, topology, cache.num_positions or context_length(base), nodes
-        ),
+        "position_ids": node_positions(cache.lengths, topology, num_positions, nodes),
         cache_argument(base): cache,
         "use_cache": True,
     }
@@ -406,7 +415,9 @@ def prefill(
         return _prefill_alone(base, tokens, lengths, cache, chunk, layers, run, keeps_features)
     hidden = logits = None
     cache.expect(tokens.shape[1])
-    missing, known = lengths - cache.lengths, lengths.tolist() if known is None else known
+    missing = lengths - cache.lengths
+    if known is None:
+        known = lengths.tolist()
     switch = longrope_threshold(base)
     if switch is not None and max(known) <= switch:
         cache.num_positions = switch  # nodes beyond the answer would switch the factors of those within
@@ -422,7 +433,7 @@ def prefill(
         states, part_logits = run(base, part, chain, cache, select=last, layers=layers)
         if keeps_features:
             cache.keep_features(states, cache.lengths, cache.longest)
-        cache.commit_prefix(num_new, [min(each, width) for each in left])
+        cache.commit_prefix(num_new, [min(num_left, width) for num_left in left])
         newest = states.gather(1, last[..., None].expand(-1, -1, states.shape[2]))[:, 0]
         has_new = (num_new > 0)[:, None]
         hidden = newest if hidden is None else torch.where(has_new, newest, hidden)
@@ -436,24 +447,30 @@ def prefill(
 
 def tokens_missing(lengths: list[int], cache: TreeCache) -> list[int]:
     """Tokens of each row that ``cache`` lacks of ``lengths``; [] where it lacks none."""
-    missing = [length - read for length, read in zip(lengths, cache.known_lengths, strict=True)]
+    missing = [length - cached for length, cached in zip(lengths, cache.known_lengths, strict=True)]
     return missing if max(missing) > 0 else []
 
 
 def _prefill_alone(
     base: CausalLM, tokens: Tensor, lengths: Tensor, cache: StatefulCache, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`prefill`, row after row."""
-    found, features, before = [], [], cache.lengths
-    for row, alone in enumerate(cache.split_rows()):
-        mine, num_before = slice(row, row + 1), alone.longest
-        found.append(prefill(base, tokens[mine], lengths[mine], alone, *options))
-        if alone.features is not None:
-            features.append(alone.features[0, num_before:])
+    """The result of :func:`prefill`, row after row."""
+    lengths_before = cache.lengths
+    hidden = []
+    logits = []
+    features = []
+    for row, row_cache in enumerate(cache.split_rows()):
+        only = slice(row, row + 1)
+        num_before = row_cache.longest
+        row_hidden, row_logits = prefill(base, tokens[only], lengths[only], row_cache, *options)
+        hidden.append(row_hidden)
+        logits.append(row_logits)
+        if row_cache.features is not None:
+            features.append(row_cache.features[0, num_before:])
     cache.sync_lengths()
     if features:
-        cache.keep_features(nn.utils.rnn.pad_sequence(features, batch_first=True), before, int(before.max()))
-    hidden, logits = zip(*found, strict=True)
+        padded = nn.utils.rnn.pad_sequence(features, batch_first=True)
+        cache.keep_features(padded, lengths_before, int(lengths_before.max()))
     return torch.cat(hidden), torch.cat(logits)
 
 
@@ -468,7 +485,7 @@ class CapturedHiddenStates:
     def last(self) -> Tensor:
         """(B, T, D): the hidden states of the last forward pass; (B, T, (1 + L) * D) with L layers."""
         last, *below = self.parts
-        return torch.cat([last, *(each.to(last) for each in below)], dim=-1) if below else last
+        return torch.cat([last, *(states.to(last) for states in below)], dim=-1) if below else last
 
 
 @contextmanager
@@ -477,13 +494,15 @@ def capture_hidden_states(
     keep: Callable[[Tensor], Tensor] = lambda hidden: hidden,
     layers: Sequence[int] = (),
 ) -> Iterator[CapturedHiddenStates]:
-    """Records the input of the LM head, and lets only ``keep`` of it through to the logits.
+    """The states of the passes within: the input of the LM head, of which only ``keep`` goes on to the
+    logits.
 
     ``layers`` asks for the hidden states after these decoder layers too, counted from 1; they are appended to
     the last state, in this order. Only passes of the calling thread are seen and narrowed: others may run the
     same model meanwhile, each with hooks of its own or none.
     """
-    seen, owner = CapturedHiddenStates(len(layers)), threading.get_ident()
+    seen = CapturedHiddenStates(len(layers))
+    owner = threading.get_ident()
 
     def look(module: nn.Module, args: tuple) -> tuple | None:
         if threading.get_ident() != owner:
@@ -525,7 +544,8 @@ def logit_scale(base: CausalLM) -> float:
     probe = torch.randn(3, hidden_size(base), generator=torch.Generator().manual_seed(0))
     probe = probe.to(lm_head_device(base), embedding_weight(embedding).dtype)
     probe = probe * (0.1 / embedding(probe).abs().max())
-    plain, own = embedding(probe).double(), logits_of_states(base, probe).double()
+    plain = embedding(probe).double()
+    own = logits_of_states(base, probe).double()
     scale = float((plain * own).sum() / plain.square().sum())
     if (own - scale * plain).norm() > 0.05 * own.norm():
         return 1.0  # it does something else than to scale
@@ -551,23 +571,23 @@ def logits_of_states(base: CausalLM, states: Tensor) -> Tensor:
 
 
 def check_positions(base: CausalLM, prompt_lengths: Sequence[int], max_new_tokens: int) -> None:
-    """Raise ValueError unless ``base`` can continue prompts of these lengths by ``num_tokens`` tokens."""
+    """Raise ValueError unless ``base`` can continue prompts of these lengths by ``max_new_tokens`` tokens."""
     longest = max(prompt_lengths)
     reached = longest + max_new_tokens - 1  # the last new token is never read
     context = context_length(base)
-    given = f"prompt of {longest} tokens + max_new_tokens={max_new_tokens}"
+    request = f"prompt of {longest} tokens + max_new_tokens={max_new_tokens}"
     if context is not None and longest + max_new_tokens > context:
         advice = "shorten the prompt" if longest >= context else "shorten the prompt or max_new_tokens"
-        raise ValueError(f"{given} must fit the base model's context of {context} positions; {advice}")
+        raise ValueError(f"{request} must fit the base model's context of {context} positions; {advice}")
     window = unmasked_window(base)
     if window is not None and reached > window:
         raise ValueError(
-            f"{given} must fit sliding_window={window} of {type(base).__name__}: its code attends to all "
+            f"{request} must fit sliding_window={window} of {type(base).__name__}: its code attends to all "
             "tokens and the cache of transformers keeps the window, so beyond it the text is not "
             "defined; shorten the prompt or max_new_tokens"
         )
     switch = longrope_threshold(base)
-    if switch is None or reached <= switch or min(prompt_lengths) > switch:
+    if switch is None or reached <= switch or min(prompt_lengths) > switch:  # all stay on one side of it
         return
     if longest > switch:
         raise ValueError(
@@ -576,7 +596,7 @@ def check_positions(base: CausalLM, prompt_lengths: Sequence[int], max_new_token
             f"{min(prompt_lengths)} to {longest}; decode them in two batches"
         )
     raise ValueError(
-        f"{given} must stay within {switch} positions, or the prompt be longer than that: "
+        f"{request} must stay within {switch} positions, or the prompt be longer than that: "
         f"{type(base).__name__} changes its rotary frequencies there (LongRoPE), and the keys of earlier "
         f"tokens do not follow; set max_new_tokens to {switch - longest + 1} or less"
     )

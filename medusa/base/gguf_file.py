@@ -64,7 +64,7 @@ class GGUFFile:
     path: Path
     """The file, or the first of several."""
     metadata: Mapping[str, Any]
-    """By key; an array of strings is its length."""
+    """The values by key; an array of strings is its length."""
     tensors: Mapping[str, TensorEntry] = field(repr=False)
     _texts: Mapping[str, _Texts] = field(repr=False, compare=False)
 
@@ -85,8 +85,8 @@ class GGUFFile:
         texts: dict[str, _Texts] = {}
         for part in reversed(parts):  # what the first part says, counts
             header = _Header(part)
-            found, entries = header.read()
-            metadata.update(found)
+            part_metadata, entries = header.read()
+            metadata.update(part_metadata)
             texts.update(header.texts)
             for entry in entries:
                 if entry.name in tensors:
@@ -165,7 +165,7 @@ def _block_sizes() -> dict[int, tuple[int, int]]:
     """The numbers and the bytes of a block of each tensor type, by the number of the type."""
     import gguf
 
-    return {int(known): size for known, size in gguf.GGML_QUANT_SIZES.items()}
+    return {int(number): size for number, size in gguf.GGML_QUANT_SIZES.items()}
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -193,6 +193,7 @@ def _parts(path: Path) -> list[Path]:
 
 @functools.lru_cache(16)
 def _mapped_as_of(path: Path, modified: int, size: int) -> Tensor:
+    """The bytes of a file, mapped once for each time that it was written: ``modified`` is part of the key."""
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
 
 
@@ -218,13 +219,16 @@ class _Header:
     """The header of one file, read from its start to its end."""
 
     def __init__(self, path: Path):
-        self._path, self._size, self._at = path, path.stat().st_size, 0
+        self._path = path
+        self._size = path.stat().st_size
+        self._at = 0  # the next byte to read
         if self._size < 24:
             raise self._damaged("it is shorter than a header")
         self._bytes = memoryview(cast(Any, _mapped(path).numpy()))
         self.texts: dict[str, _Texts] = {}
 
     def read(self) -> tuple[dict[str, Any], list[TensorEntry]]:
+        """The metadata and the tensors; afterwards :attr:`texts` has the arrays of strings."""
         if bytes(self._bytes[: len(MAGIC)]) != MAGIC:
             raise ValueError(f"{self._path} must be a GGUF file, and does not begin as one")
         self._at = 4
@@ -242,21 +246,26 @@ class _Header:
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 8 <= alignment <= 2**20 or alignment % 8:
             raise self._damaged(f"general.alignment must be a multiple of 8, got {alignment!r}")
-        raw = [self._tensor() for _ in range(num_tensors)]
-        start = -(-self._at // alignment) * alignment
-        return metadata, [self._entry(*each, start, alignment) for each in raw]
+        tensors = [self._tensor() for _ in range(num_tensors)]
+        start = -(-self._at // alignment) * alignment  # of the numbers of all tensors, after the header
+        return metadata, [
+            self._entry(name, shape, kind, offset, start, alignment) for name, shape, kind, offset in tensors
+        ]
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        """The name, shape, type and offset of the next tensor."""
         name = self._string()
         (num_dimensions,) = self._numbers("I")
         if not 1 <= num_dimensions <= MOST_DIMENSIONS:
             raise self._damaged(f"tensor {name!r} has {num_dimensions} dimensions")
         shape = self._numbers(f"{num_dimensions}Q")
-        return name, tuple(reversed(shape)), *self._numbers("IQ")
+        kind, offset = self._numbers("IQ")
+        return name, tuple(reversed(shape)), kind, offset
 
     def _entry(
         self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int, alignment: int
     ) -> TensorEntry:
+        """The entry of a tensor, whose bytes must be within the file."""
         sizes = _block_sizes()
         if kind not in sizes:
             raise self._damaged(f"tensor {name!r} is of type {kind}, which is none")
@@ -271,6 +280,7 @@ class _Header:
         return TensorEntry(name, shape, kind, self._path, start + offset, num_bytes)
 
     def _value(self, key: str, kind: int) -> Any:
+        """The next metadata value; the length of an array of strings, which :attr:`texts` then has."""
         if kind in _SCALARS:
             return self._numbers(_SCALARS[kind])[0]
         if kind == _STRING:
@@ -291,11 +301,13 @@ class _Header:
         """Where ``count`` strings are that follow each other; half a million are usual."""
         if count > self._size // 8:
             raise self._damaged(f"it claims an array of {count} strings")
-        bounds, at, read = array("Q"), self._at, struct.Struct("<Q").unpack_from
+        bounds = array("Q")
+        at = self._at
+        length_at = struct.Struct("<Q").unpack_from
         for _ in range(count):
             start = at + 8
             if start <= self._size:
-                at = start + read(self._bytes, at)[0]
+                at = start + length_at(self._bytes, at)[0]
             if max(start, at) > self._size:
                 raise self._damaged(f"it ends within its header, at byte {self._size}")
             bounds.append(start)
@@ -308,12 +320,14 @@ class _Header:
         return self.text(start, end)
 
     def text(self, start: int, end: int) -> str:
+        """The text of the bytes from ``start`` to ``end``."""
         try:
             return bytes(self._bytes[start:end]).decode()
         except UnicodeDecodeError as error:
             raise self._damaged(f"text at byte {start} is no UTF-8") from error
 
     def _numbers(self, formats: str) -> tuple[Any, ...]:
+        """The next numbers, in the ``formats`` of :mod:`struct`."""
         start = self._at
         self._skip(struct.calcsize(f"<{formats}"))
         return struct.unpack_from(f"<{formats}", self._bytes, start)

@@ -75,8 +75,11 @@ def gguf_config(file: GGUFFile) -> PreTrainedConfig:
 def _check_sizes(file: GGUFFile) -> None:
     """Raise ValueError for sizes that no file of so many tensors has: lists of so many layers would fill the
     memory."""
-    of_layers, of_width = (f"{file.architecture}.{name}" for name in ("block_count", "embedding_length"))
-    for key, most in ((of_layers, len(file.tensors)), (of_width, MOST_INPUTS)):
+    limits = {
+        f"{file.architecture}.block_count": len(file.tensors),
+        f"{file.architecture}.embedding_length": MOST_INPUTS,
+    }
+    for key, most in limits.items():
         size = file.metadata.get(key)
         if isinstance(size, int) and not 0 < size <= most:
             raise ValueError(
@@ -86,25 +89,23 @@ def _check_sizes(file: GGUFFile) -> None:
 
 
 def _config_of(file: GGUFFile) -> PreTrainedConfig:
+    """The configuration that ``transformers`` makes of the metadata: in one of two ways, by architecture."""
     if file.architecture in GGUF_CONFIG_ARCHS:
-        found = get_gguf_config(dict(file.metadata), tuple(file.tensors))
-        config = AutoConfig.for_model(**found)
-    else:
-        known = {name.replace("_", "").replace("-", "") for name in GGUF_SUPPORTED_ARCHITECTURES}
-        if file.architecture.replace("_", "").replace("-", "") not in known:
-            listed = ", ".join(sorted({*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_ARCHS} - _NO_MODELS))
-            raise ValueError(
-                f"{file.path} holds a model of architecture {file.architecture!r}, which transformers reads "
-                f"from no GGUF file; it reads {listed}. "
-                "Convert the model's own repository, or choose another file"
-            )
-        with tempfile.TemporaryDirectory(prefix="medusa-gguf-") as directory:
-            try:
-                _write_metadata(file, Path(directory) / "metadata.gguf")
-                config = AutoConfig.from_pretrained(directory, gguf_file="metadata.gguf")
-            except (*_NO_MODEL, KeyError, AttributeError) as error:
-                raise ValueError(f"{file.path} has metadata that describe no model: {error}") from error
-    return config
+        return AutoConfig.for_model(**get_gguf_config(dict(file.metadata), tuple(file.tensors)))
+    known = {name.replace("_", "").replace("-", "") for name in GGUF_SUPPORTED_ARCHITECTURES}
+    if file.architecture.replace("_", "").replace("-", "") not in known:
+        listed = ", ".join(sorted({*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_ARCHS} - _NO_MODELS))
+        raise ValueError(
+            f"{file.path} holds a model of architecture {file.architecture!r}, which transformers reads "
+            f"from no GGUF file; it reads {listed}. "
+            "Convert the model's own repository, or choose another file"
+        )
+    with tempfile.TemporaryDirectory(prefix="medusa-gguf-") as directory:
+        try:
+            _write_metadata(file, Path(directory) / "metadata.gguf")
+            return AutoConfig.from_pretrained(directory, gguf_file="metadata.gguf")
+        except (*_NO_MODEL, KeyError, AttributeError) as error:
+            raise ValueError(f"{file.path} has metadata that describe no model: {error}") from error
 
 
 _NO_MODEL = (ValueError, TypeError, ArithmeticError, StrictDataclassError)
@@ -113,6 +114,7 @@ NFC_SPLITS = {"qwen2", "qwen35", "deepseek-r1-qwen"}
 """Kinds of splits before which the tokenizers of ``transformers`` compose characters (NFC); a file does not
 say so."""
 _NO_MODELS = {"general", "tokenizer", "t5", "umt5"}
+"""Architectures in the lists of ``transformers`` that are no causal language models."""
 
 
 def _write_metadata(file: GGUFFile, path: Path) -> None:
@@ -157,16 +159,16 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
     if not isinstance(file.metadata.get(_TOKENS), int):
         raise ValueError(f"{file.path} has no tokenizer; give one: --tokenizer DIRECTORY")
     try:
-        architecture, found, settings = get_gguf_tokenizer(str(file.path))
-        backend, more = convert_gguf_tokenizer(architecture, found)
+        architecture, vocabulary, settings = get_gguf_tokenizer(str(file.path))
+        backend, special_tokens = convert_gguf_tokenizer(architecture, vocabulary)
     except (KeyError, IndexError, TypeError) as error:
         raise ValueError(
             f"the tokenizer in {file.path} cannot be read ({type(error).__name__}: {error}); "
             "give one: --tokenizer DIRECTORY"
         ) from error
-    backend = _without_more(backend, len(found["tokens"]))
-    split = found.get("pre_tokenizer_type")
-    if found.get("tokenizer_type") == "gpt2" and split not in GGUF_PRE_TOKENIZER_SPLITS:
+    backend = _without_more(backend, len(vocabulary["tokens"]))
+    split = vocabulary.get("pre_tokenizer_type")
+    if vocabulary.get("tokenizer_type") == "gpt2" and split not in GGUF_PRE_TOKENIZER_SPLITS:
         if split in DIGITS_APART:
             byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
             backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -182,11 +184,12 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
     if split in NFC_SPLITS and backend.normalizer is None:
         backend.normalizer = normalizers.NFC()
     # without a name: transformers would ask the hub for a large vocabulary's, and there is none of a file
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **more)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **special_tokens)
     tokenizer.name_or_path = str(file.path)
     tokenizer.clean_up_tokenization_spaces = False
-    if (marks := _infill_tokens(file, tokenizer)) is not None:
-        tokenizer.init_kwargs[INFILL_TOKENS] = marks
+    infill_tokens = _infill_tokens(file, tokenizer)
+    if infill_tokens is not None:
+        tokenizer.init_kwargs[INFILL_TOKENS] = infill_tokens
     return tokenizer
 
 
@@ -195,37 +198,38 @@ def _without_more(backend: Tokenizer, num_tokens: int) -> Tokenizer:
     ``num_tokens`` has no weights."""
     if backend.get_vocab_size(with_added_tokens=True) <= num_tokens:
         return backend  # at once: writing a large vocabulary as text takes a second
-    described = json.loads(backend.to_str())
-    kept = [each for each in described["added_tokens"] if each["id"] < num_tokens]
-    return Tokenizer.from_str(json.dumps({**described, "added_tokens": kept}))
+    description = json.loads(backend.to_str())
+    added_tokens = [added for added in description["added_tokens"] if added["id"] < num_tokens]
+    return Tokenizer.from_str(json.dumps({**description, "added_tokens": added_tokens}))
 
 
 def _infill_tokens(file: GGUFFile, tokenizer: Any) -> dict[str, Any] | None:
     """The value of :data:`INFILL_TOKENS` for ``file``; None where it does not say all of them."""
-    found = {}
+    tokens = {}
     for name in ("pre", "suf", "mid", "pad", "sep", "rep"):
         token = file.metadata.get(f"tokenizer.ggml.fim_{name}_token_id")
         if isinstance(token, int) and 0 <= token < len(tokenizer):
-            found[name] = tokenizer.convert_ids_to_tokens(token)
-    if not {"pre", "suf", "mid"} <= found.keys():
+            tokens[name] = tokenizer.convert_ids_to_tokens(token)
+    if not {"pre", "suf", "mid"} <= tokens.keys():
         return None
     lists = {"others": "pad", "files": "sep", "repositories": "rep"}
     return {
-        **{"prefix": found["pre"], "suffix": found["suf"], "middle": found["mid"]},
-        **{key: [found[name]] for key, name in lists.items() if name in found},
+        **{"prefix": tokens["pre"], "suffix": tokens["suf"], "middle": tokens["mid"]},
+        **{key: [tokens[name]] for key, name in lists.items() if name in tokens},
     }
 
 
 def end_tokens(file: GGUFFile) -> list[int]:
     """The ids of the tokens that end an answer: those that the file names, and :data:`END_TOKENS`."""
     keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-    found = {file.metadata[key] for key in keys if isinstance(file.metadata.get(key), int)}
-    kinds, num_tokens = (file.metadata.get(key) for key in ("tokenizer.ggml.token_type", _TOKENS))
+    ends = {file.metadata[key] for key in keys if isinstance(file.metadata.get(key), int)}
+    kinds = file.metadata.get("tokenizer.ggml.token_type")
+    num_tokens = file.metadata.get(_TOKENS)
     if isinstance(kinds, list) and isinstance(num_tokens, int):
         control = [token for token, kind in enumerate(kinds[:num_tokens]) if kind == _CONTROL]
         texts = file.strings(_TOKENS, control)
-        found |= {token for token, text in zip(control, texts, strict=True) if text in END_TOKENS}
-    return sorted(found)
+        ends |= {token for token, text in zip(control, texts, strict=True) if text in END_TOKENS}
+    return sorted(ends)
 
 
 _TOKENS = "tokenizer.ggml.tokens"
@@ -267,14 +271,14 @@ def named_weights(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
     if file.architecture in GGUF_ARCHS:
         return _by_conversions(file, model)
     processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=model.config.to_dict())
-    found = {}
+    weights = {}
     for target, source in _source_names(file, model, processor).items():
 
         def convert(numbers: np.ndarray, source: str = source) -> np.ndarray:
             return processor.process(weights=numbers, name=source).weights
 
-        found[target] = NamedWeight(source, convert)
-    return found
+        weights[target] = NamedWeight(source, convert)
+    return weights
 
 
 def _source_names(file: GGUFFile, model: Any, processor: TensorProcessor) -> dict[str, str]:
@@ -284,9 +288,10 @@ def _source_names(file: GGUFFile, model: Any, processor: TensorProcessor) -> dic
     architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     config = model.config.get_text_config(decoder=True)
     names = gguf.get_tensor_name_map(architectures[file.architecture], config.num_hidden_layers)
-    found = {}
+    sources = {}
     for target, _ in model.named_parameters(remove_duplicate=False):
-        stem, suffix = target, ""
+        stem = target
+        suffix = ""
         if target.endswith((".weight", ".bias")):
             stem, _, kind = target.rpartition(".")
             suffix = f".{kind}"
@@ -296,16 +301,17 @@ def _source_names(file: GGUFFile, model: Any, processor: TensorProcessor) -> dic
         known = (names.get_name(".".join(parts[start:])) for start in range(first_number + 1))
         source = next((name + suffix for name in known if name is not None), None)
         if source is not None and source in file.tensors:
-            found[target] = source
-    return found
+            sources[target] = source
+    return sources
 
 
 def _by_conversions(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
+    """:func:`named_weights` by the conversions that ``transformers`` has for newer architectures."""
     mapping = get_gguf_conversion_mapping(file.architecture, model.config)
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    found = {}
+    renamings = [change for change in mapping if isinstance(change, WeightRenaming)]
+    converters = [change for change in mapping if isinstance(change, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    weights = {}
     for source in file.tensors:
         target, pattern = rename_source_key(source, renamings, converters)
         operations = [] if pattern is None else by_pattern[pattern].operations
@@ -313,12 +319,14 @@ def _by_conversions(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
         def convert(numbers: np.ndarray, operations: Any = operations, target: str = target) -> np.ndarray:
             tensor = torch.from_numpy(np.ascontiguousarray(numbers))
             for operation in operations:
-                given = {target: tensor}
-                tensor = operation.convert(given, source_patterns=[target], target_patterns=[target])[target]
+                converted = operation.convert(
+                    {target: tensor}, source_patterns=[target], target_patterns=[target]
+                )
+                tensor = converted[target]
             return tensor.numpy()
 
-        found[target] = NamedWeight(source, convert)
-    return found
+        weights[target] = NamedWeight(source, convert)
+    return weights
 
 
 # ------------------------------------------------------------------ the model
@@ -348,17 +356,16 @@ def placed_weights(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
     Raises:
         ValueError: one has none: the model would be another.
     """
-    found = named_weights(file, model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    found = {name: weight for name, weight in found.items() if name in parameters}
-    placed = {weight.source for weight in found.values()}
+    weights = {name: weight for name, weight in named_weights(file, model).items() if name in parameters}
+    placed = {weight.source for weight in weights.values()}
     left = [name for name in file.tensors if name not in placed and name != ROPE_FACTORS]
     if left:
         raise ValueError(
             f"{file.path}: tensor {left[0]!r} ({len(left)} in all) has no place in {type(model).__name__} of "
             "transformers, so the model would answer otherwise; take the model's own repository"
         )
-    return found
+    return weights
 
 
 def fill(model: Any, file: GGUFFile, weights: Mapping[str, NamedWeight], dtype: torch.dtype) -> None:
@@ -401,4 +408,4 @@ def load_widened(file: GGUFFile, config: PreTrainedConfig, dtype: torch.dtype) -
 
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""What each rotary frequency is divided by (Llama 3.1 and later)."""
+"""The tensor of the numbers by which rotary frequencies are divided (Llama 3.1 and later)."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,11 +100,13 @@ def find_base(source: str | Path | BaseSource, **kwargs: Any) -> BaseSource:
     if isinstance(source, BaseSource):
         return replace(source, arguments={**source.arguments, **kwargs})
     kwargs = {"trust_remote_code": False, **kwargs}  # else transformers asks for it
-    if (path := gguf_path(source, kwargs)) is not None:
+    path = gguf_path(source, kwargs)
+    if path is not None:
         file = GGUFFile.open(path)
-        read, base = gguf_model().gguf_config(file), str(source) if ":" in str(source) else str(file.path)
-        read._name_or_path = read.name_or_path = base
-        return BaseSource(base, kwargs, read, file)
+        config = gguf_model().gguf_config(file)
+        name = str(source) if ":" in str(source) else str(file.path)  # as owner/name:Q4_K_M, or the file
+        config._name_or_path = config.name_or_path = name
+        return BaseSource(name, kwargs, config, file)
     name, arguments = resolve_source(source, kwargs)
     config = arguments.get("config")
     if config is None:
@@ -134,10 +136,11 @@ def load_base(source: str | Path | BaseSource, **kwargs: Any) -> CausalLM:
     base, info = loaded
     output = base.get_output_embeddings()
     names = [f"{name}.weight" for name, module in base.named_modules() if module is output]
-    if lacks := [name for name in names if name in info["missing_keys"]]:
+    missing = [name for name in names if name in info["missing_keys"]]
+    if missing:
         raise ValueError(
-            f"base {source.name!r} is no language model: its files hold no LM head ({lacks[0]}), so it would "
-            "answer from random weights; name a checkpoint of the whole model"
+            f"base {source.name!r} is no language model: its files hold no LM head ({missing[0]}), so it "
+            "would answer from random weights; name a checkpoint of the whole model"
         )
     return text_part(base).eval()
 
@@ -198,7 +201,8 @@ def gguf_path(source: str | Path, kwargs: Mapping[str, Any]) -> Path | None:
         FileNotFoundError: there is no such file.
         ValueError: the directory or the repository has several, or none of that name.
     """
-    named, path = kwargs.get("gguf_file"), Path(base_named(str(source)))
+    named = kwargs.get("gguf_file")
+    path = Path(base_named(str(source)))
     if named is not None and path.is_dir():
         path = path / named
     if is_gguf(path):
@@ -210,8 +214,8 @@ def gguf_path(source: str | Path, kwargs: Mapping[str, Any]) -> Path | None:
     if path.is_dir():
         if (path / CONFIG_NAME).exists() or (path / ADAPTER_CONFIG_NAME).exists():
             return None
-        files = sorted(each for each in path.iterdir() if is_gguf(each))
-        models = sorted({GGUFFile.first_part(each).name for each in files})
+        files = sorted(file for file in path.iterdir() if is_gguf(file))
+        models = sorted({GGUFFile.first_part(file).name for file in files})
         if len(models) > 1:
             raise ValueError(
                 f"base must be one GGUF file, got the directory {str(path)!r} with {', '.join(models)}; "
@@ -227,7 +231,8 @@ def gguf_path(source: str | Path, kwargs: Mapping[str, Any]) -> Path | None:
 def _gguf_of_repository(repository: str, tag: str, kwargs: Mapping[str, Any]) -> Path:
     """The file of a repository whose name has ``tag`` between its dashes and dots, as for llama.cpp's
     ``-hf``."""
-    what, advice = "base model", "give a hub id of the form owner/name:Q4_K_M"
+    what = "base model"
+    advice = "give a hub id of the form owner/name:Q4_K_M"
     options = {key: kwargs[key] for key in HUB_ARGUMENTS if kwargs.get(key) is not None}
     name, revision = split_revision(repository)
     cached: dict[str, Path] = {}
@@ -239,28 +244,35 @@ def _gguf_of_repository(repository: str, tag: str, kwargs: Mapping[str, Any]) ->
         if not cached:
             raise
         files = list(cached)
-    models = sorted({str(GGUFFile.first_part(Path(each))) for each in files if is_gguf(each)})
-    wanted = re.compile(rf"(^|[-._]){re.escape(tag)}($|[-._])", re.IGNORECASE)
-    found = [each for each in models if wanted.search(Path(each).name) and "mmproj" not in each.lower()]
-    if len(found) != 1:
-        those = ", ".join(found or models) or "none"
+    models = _gguf_models(files)
+    has_tag = re.compile(rf"(^|[-._]){re.escape(tag)}($|[-._])", re.IGNORECASE)
+    tagged = [file for file in models if has_tag.search(Path(file).name) and "mmproj" not in file.lower()]
+    if len(tagged) != 1:
+        candidates = ", ".join(tagged or models) or "none"
         raise ValueError(
-            f"{repository}:{tag} must name one GGUF file of the repository, and {len(found)} are called so; "
-            f"there {'is' if those == 'none' else 'are'} {those}"
+            f"{repository}:{tag} must name one GGUF file of the repository, and {len(tagged)} are called so; "
+            f"there {'is' if candidates == 'none' else 'are'} {candidates}"
         )
+    (file,) = tagged
     if cached:
-        return cached[found[0]]
-    parts = [str(each) for each in GGUFFile.parts(Path(found[0]))]
-    return hub_directory(repository, parts, what, advice, **options) / found[0]
+        return cached[file]
+    parts = [str(part) for part in GGUFFile.parts(Path(file))]
+    return hub_directory(repository, parts, what, advice, **options) / file
+
+
+def _gguf_models(files: Iterable[str]) -> list[str]:
+    """The GGUF files among ``files``; of a model in several parts, the first."""
+    return sorted({str(GGUFFile.first_part(Path(file))) for file in files if is_gguf(file)})
 
 
 def _cached_files(repository: str, revision: str | None, cache_dir: str | Path | None) -> dict[str, Path]:
     """The GGUF files of a repository that the hub's cache has, by name."""
     with suppress(CacheNotFound):
         for cached in scan_cache_dir(cache_dir or constants.HF_HUB_CACHE).repos:
-            for each in cached.revisions if cached.repo_id == repository else ():
-                if revision is None or revision == each.commit_hash or revision in each.refs:
-                    return {file.file_name: file.file_path for file in each.files if is_gguf(file.file_name)}
+            for snapshot in cached.revisions if cached.repo_id == repository else ():
+                if revision is None or revision == snapshot.commit_hash or revision in snapshot.refs:
+                    files = [file for file in snapshot.files if is_gguf(file.file_name)]
+                    return {file.file_name: file.file_path for file in files}
     return {}
 
 
@@ -313,14 +325,15 @@ def weight_files(source: BaseSource, alone: str = SAFE_WEIGHTS_NAME) -> list[Pat
 
     ``alone`` is the name of the file where there is only one: :data:`WEIGHTS_NAME` asks for ``.bin`` files.
     """
-    options = {key: each for key, each in source.arguments.items() if key in PLACES}
-    if (found := cached_file(source.name, alone, **options, **MISSING_OK)) is not None:
-        return [Path(found)]
+    options = {key: value for key, value in source.arguments.items() if key in PLACES}
+    only_file = cached_file(source.name, alone, **options, **MISSING_OK)
+    if only_file is not None:
+        return [Path(only_file)]
     index = cached_file(source.name, f"{alone}.index.json", **options, **MISSING_OK)
     if index is None:
         return []
     files, _ = get_checkpoint_shard_files(source.name, index, **options)
-    return [Path(each) for each in files]
+    return [Path(file) for file in files]
 
 
 @contextmanager
@@ -329,10 +342,10 @@ def explained_kind(name: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        said = str(error)
-        if "Unrecognized configuration class" not in said:
+        message = str(error)
+        if "Unrecognized configuration class" not in message:
             raise
-        kind = re.search(r"configuration_(\w+)\.", said)
+        kind = re.search(r"configuration_(\w+)\.", message)
         raise ValueError(
             f"base {name!r} is of type {kind[1] if kind else 'unknown'!r}, of which transformers has no "
             "causal language model; name a model that AutoModelForCausalLM loads"
@@ -357,13 +370,16 @@ def load_tokenizer(source: str | Path | BaseSource, **kwargs: Any) -> Any:
     Raises:
         FileNotFoundError: as :func:`find_base`.
     """
-    file = source.gguf if isinstance(source, BaseSource) else None
-    if not isinstance(source, BaseSource) and (path := gguf_path(source, kwargs)) is not None:
-        file = GGUFFile.open(path)
+    if isinstance(source, BaseSource):
+        file = source.gguf
+    else:
+        path = gguf_path(source, kwargs)
+        file = None if path is None else GGUFFile.open(path)
     if file is not None:
         return gguf_model().gguf_tokenizer(file)
     if isinstance(source, BaseSource):
-        name, arguments = source.name, source_arguments(source.arguments)
+        name = source.name
+        arguments = source_arguments(source.arguments)
     else:
         name, arguments = resolve_source(source, {"trust_remote_code": False, **source_arguments(kwargs)})
     tokenizer = AutoTokenizer.from_pretrained(name, **arguments)
@@ -375,7 +391,7 @@ def load_tokenizer(source: str | Path | BaseSource, **kwargs: Any) -> Any:
 def _template_of_processor(name: str, arguments: dict[str, Any]) -> str | None:
     """The chat template of a model of images that was saved before tokenizers had it too; None where there is
     none."""
-    options = {key: each for key, each in arguments.items() if key in PLACES}
+    options = {key: value for key, value in arguments.items() if key in PLACES}
     path = cached_file(name, PROCESSOR_TEMPLATE, **options, **MISSING_OK)
     if path is None:
         return None
@@ -405,7 +421,8 @@ def resolve_source(source: str | Path, kwargs: dict[str, Any]) -> tuple[str, dic
         if not kwargs.get("subfolder"):
             _check_is_no_adapter(name, {path.name for path in Path(name).iterdir()})
         return name, kwargs
-    what, advice = "base model", "give the directory of a model, or a hub id of the form owner/name"
+    what = "base model"
+    advice = "give the directory of a model, or a hub id of the form owner/name"
     if not looks_like_repository(name):
         raise FileNotFoundError(f"no {what} at {name!r}; {advice}")
     repository, revision = split_revision(name)
@@ -413,25 +430,23 @@ def resolve_source(source: str | Path, kwargs: dict[str, Any]) -> tuple[str, dic
         raise ValueError(f"revision must be given once, got {name!r} and revision={kwargs['revision']!r}")
     revision = revision or kwargs.get("revision")
     with explained_hub_errors(what, f"{repository}@{revision}" if revision else repository, advice):
-        is_online = _asked(repository, revision, kwargs)
+        is_online = _hub_answers(repository, revision, kwargs)
     arguments = {**kwargs, "revision": revision} if revision else kwargs
     return repository, arguments if is_online else {**arguments, "local_files_only": True}
 
 
-def _asked(repository: str, revision: str | None, kwargs: dict[str, Any]) -> bool:
+def _hub_answers(repository: str, revision: str | None, kwargs: dict[str, Any]) -> bool:
     """Whether the hub answers for a repository; where it does not, the cache must hold a copy."""
-    is_cached = isinstance(
-        try_to_load_from_cache(
-            repository, "config.json", revision=revision, cache_dir=kwargs.get("cache_dir")
-        ),
-        str,
+    cached = try_to_load_from_cache(
+        repository, "config.json", revision=revision, cache_dir=kwargs.get("cache_dir")
     )
+    is_cached = isinstance(cached, str)
     if kwargs.get("local_files_only"):
         if not is_cached:
             raise LocalEntryNotFoundError("no copy in the cache")
         return False
     try:
-        there = HfApi(token=kwargs.get("token")).model_info(
+        model_info = HfApi(token=kwargs.get("token")).model_info(
             repository, revision=revision, timeout=SECONDS_FOR_THE_HUB
         )
     except (HTTPError, OSError) as error:
@@ -440,9 +455,9 @@ def _asked(repository: str, revision: str | None, kwargs: dict[str, Any]) -> boo
             raise
         return False
     if not kwargs.get("subfolder"):
-        files = {each.rfilename for each in there.siblings or ()}
+        files = {file.rfilename for file in model_info.siblings or ()}
         _check_is_no_adapter(repository, files)
-        models = sorted({str(GGUFFile.first_part(Path(each))) for each in files if is_gguf(each)})
+        models = _gguf_models(files)
         if models and CONFIG_NAME not in files:
             raise ValueError(
                 f"base must name one GGUF file of {repository}, as {repository}:Q4_K_M; there are "

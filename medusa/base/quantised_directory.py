@@ -78,7 +78,7 @@ class QuantisedDirectory:
     def __init__(self, name: str, config: PreTrainedConfig, files: Sequence[Path]):
         self.name = name
         self.settings = settings_of(config)
-        self._told = described_settings(config)
+        self._form = described_settings(config)
         self.config = copy.deepcopy(config)
         """The configuration of the model that was quantised."""
         del self.config.quantization_config
@@ -87,7 +87,8 @@ class QuantisedDirectory:
         for file, opened in self._opened.items():
             for key in opened.keys():  # noqa: SIM118
                 part = opened.get_slice(key)
-                shape, dtype = tuple(part.get_shape()), part.get_dtype()
+                shape = tuple(part.get_shape())
+                dtype = part.get_dtype()
                 self.tensors[key] = StoredTensor(file, dtype, shape, math.prod(shape) * _bits_of(dtype) // 8)
 
     @property
@@ -108,16 +109,14 @@ class QuantisedDirectory:
                 or lacks one.
         """
         self._check_settings()
-        linears = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
-        forms = {name: self._form_of(name) for name in linears}
-        found = {
-            name: self._layer(name, form, (linears[name].out_features, linears[name].in_features))
-            for name, form in forms.items()
-            if form is not None
-        }
-        plain = self.plain_names(model, found)
+        layers: dict[str, QuantisedLayer] = {}
+        for name, module in model.named_modules():
+            form = self._form_of(name) if type(module) is nn.Linear else None
+            if form is not None:
+                layers[name] = self._layer(name, form, (module.out_features, module.in_features))
+        plain = self.plain_names(model, layers)
         placed = {*plain, *plain.values(), *_other_names(model, plain)}
-        placed |= {stored for layer in found.values() for stored in self._names(layer).values()}
+        placed |= {stored for layer in layers.values() for stored in self._names(layer).values()}
         has_layers = self.config.get_text_config(decoder=True).num_hidden_layers > 0
         left = [
             name
@@ -129,63 +128,69 @@ class QuantisedDirectory:
                 f"its tensor {left[0]!r} ({len(left)} in all) has no place in {type(model).__name__} of "
                 "transformers"
             )
-        given = {*plain, *(f"{name}.weight" for name in found)}
-        if lacks := [name for name, _ in model.named_parameters() if name not in given]:
+        filled = {*plain, *(f"{name}.weight" for name in layers)}
+        missing = [name for name, _ in model.named_parameters() if name not in filled]
+        if missing:
             raise ValueError(
-                f"base {self.name!r} must have a tensor for {lacks[0]!r} ({len(lacks)} in all), and has "
+                f"base {self.name!r} must have a tensor for {missing[0]!r} ({len(missing)} in all), and has "
                 "none; copy or download it again"
             )
-        return found
+        return layers
 
     def plain_names(self, model: Any, quantised: Mapping[str, QuantisedLayer]) -> dict[str, str]:
         """The tensors that are not quantised, by the names of the parameters and buffers of ``model`` that
         they are."""
-        held = {f"{name}.weight" for name in quantised}
-        found = {}
+        quantised_names = {f"{name}.weight" for name in quantised}
+        plain = {}
         for names, tensor in _saved(model):
-            stored = next((each for each in names if each in self.tensors), None)
-            if stored is None or held & set(names):
+            stored = next((name for name in names if name in self.tensors), None)
+            if stored is None or quantised_names & set(names):
                 continue
             entry = self.tensors[stored]
             if entry.dtype not in FLOATS:
                 raise self._refused(f"its tensor {stored!r} of type {entry.dtype} is no layer's weight")
             if entry.shape != tensor.shape:
                 raise self._of_another_shape(stored, tuple(tensor.shape))
-            found[names[0]] = stored
-        return found
+            plain[names[0]] = stored
+        return plain
 
     def _check_settings(self) -> None:
         """Raise ValueError where the configuration asks for a form that is not read."""
-        given = self.settings
-        schemes = self._schemes
-        rules: list[tuple[str, Any, tuple[Any, ...]]] = []
+        settings = self.settings
+        rules: list[tuple[str, Any, tuple[Any, ...]]] = []  # a key, its value, and the values that are read
         if self.method == "gptq":
-            rules.append(("checkpoint_format", given.get("checkpoint_format", "gptq"), ("gptq", "gptq_v2")))
-            rules.append(("bits", given.get("bits"), (4, 8)))
+            checkpoint_format = settings.get("checkpoint_format", "gptq")
+            rules.append(("checkpoint_format", checkpoint_format, ("gptq", "gptq_v2")))
+            rules.append(("bits", settings.get("bits"), (4, 8)))
         if self.method == "awq":
-            packing = str(given.get("version") or given.get("format") or "gemm").lower()
+            packing = str(settings.get("version") or settings.get("format") or "gemm").lower()
             rules.append(("version", packing, ("gemm",)))
-            rules.append(("bits", given.get("bits", 4), (4,)))
-            rules.append(("zero_point", given.get("zero_point", True), (True,)))
+            rules.append(("bits", settings.get("bits", 4), (4,)))
+            rules.append(("zero_point", settings.get("zero_point", True), (True,)))
         if self.method == "compressed-tensors":
-            formats = [given.get("format"), *(each["format"] for each in schemes if each.get("format"))]
-            rules += [("format", each, PACKED_FORMATS) for each in formats]
-            for weights in (each.get("weights") or {} for each in schemes):
+            rules.append(("format", settings.get("format"), PACKED_FORMATS))
+            rules += [
+                ("format", scheme["format"], PACKED_FORMATS)
+                for scheme in self._schemes
+                if scheme.get("format")
+            ]
+            for scheme in self._schemes:
+                weights = scheme.get("weights") or {}
                 bits = (8,) if weights.get("type") == "float" else (4, 8)
                 rules.append(("num_bits", weights.get("num_bits", 8), bits))
-            sparse = (given.get("sparsity_config") or {}).get("format", "dense")
-            rules.append(("sparsity_config.format", sparse, ("dense",)))
-            rules.append(("transform_config", bool(given.get("transform_config")), (False,)))
+            sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
+            rules.append(("sparsity_config.format", sparsity, ("dense",)))
+            rules.append(("transform_config", bool(settings.get("transform_config")), (False,)))
         for key, value, allowed in rules:
             if value not in allowed:
-                wanted = " or ".join(map(str, allowed))
-                raise self._refused(f"{key} in its quantization_config must be {wanted}, got {value}")
+                choices = " or ".join(map(str, allowed))
+                raise self._refused(f"{key} in its quantization_config must be {choices}, got {value}")
 
     @property
     def _schemes(self) -> list[Mapping[str, Any]]:
         """How each group of layers is quantised, in compressed-tensors."""
         groups = self.settings.get("config_groups") or {}
-        return [each for each in groups.values() if isinstance(each, Mapping)]
+        return [scheme for scheme in groups.values() if isinstance(scheme, Mapping)]
 
     def _form_of(self, layer: str) -> str | None:
         """The form of a layer's weight; None where it is not quantised."""
@@ -204,39 +209,43 @@ class QuantisedDirectory:
     def _layer(self, name: str, form: str, shape: tuple[int, int]) -> QuantisedLayer:
         """The layer called ``name``, whose tensors have the shapes that a weight of this one has."""
         codes = f"{name}.{FORMS[form].codes}"
-        stored, (num_outputs, num_inputs) = self.tensors[codes].shape, shape
+        stored = self.tensors[codes].shape
+        num_outputs, num_inputs = shape
+        # Words of 32 bits for the codes of an output: of AWQ, which packs outputs, as many as for 4 bits.
         words = {"gptq": stored[0], "packed": stored[-1], "awq": num_inputs // 8}.get(form, num_inputs // 4)
         bits = 32 * words // num_inputs
-        scales = next((f"{name}.{each}" for each in SCALES if f"{name}.{each}" in self.tensors), None)
+        scales_names = [f"{name}.{part}" for part in SCALES]
+        scales = next((tensor for tensor in scales_names if tensor in self.tensors), None)
         if scales is None or self.tensors[scales].dtype not in FLOATS:
             raise self._refused(f"{codes!r} has no scales of type {', '.join(FLOATS)}")
         if bits not in (4, 8) or num_inputs % BLOCK or (form in ("gptq", "awq") and num_outputs % 8):
             raise self._refused(
                 f"{codes!r} has shape {stored} for {num_inputs} inputs and {num_outputs} outputs"
             )
-        of_scales = self.tensors[scales].shape
-        num_groups = of_scales[0 if form in ("gptq", "awq") else -1] if len(of_scales) == 2 else 1
+        scales_shape = self.tensors[scales].shape
+        num_groups = scales_shape[0 if form in ("gptq", "awq") else -1] if len(scales_shape) == 2 else 1
         layer = QuantisedLayer(name, form, shape, bits, num_groups)
-        self._check_shapes(layer, of_scales)
-        if form == "fp8":
-            self._block_of(layer, of_scales)
+        self._check_shapes(layer, scales_shape)
+        if form == "fp8":  # either raises where the groups are of no form that is read
+            self._block_of(layer, scales_shape)
         else:
             self._groups(layer)
         return layer
 
     def _check_shapes(self, layer: QuantisedLayer, scales: tuple[int, ...]) -> None:
         """Raise ValueError where a tensor of ``layer`` has another shape than its form says."""
-        (num_outputs, num_inputs), per_word = layer.shape, 32 // layer.bits
-        wanted = FORMS[layer.form].shapes(num_outputs, num_inputs, per_word, layer.num_groups)
+        num_outputs, num_inputs = layer.shape
+        per_word = 32 // layer.bits
+        expected = FORMS[layer.form].shapes(num_outputs, num_inputs, per_word, layer.num_groups)
         zeros = self.tensors.get(f"{layer.name}.weight_zero_point")
         if zeros is not None:
             rows = -(-num_outputs // per_word) if zeros.dtype == "I32" else num_outputs
-            wanted["weight_zero_point"] = (rows, layer.num_groups)
+            expected["weight_zero_point"] = (rows, layer.num_groups)
         if math.prod(scales) == 1 or scales == (num_outputs,):  # of the whole matrix, or of each output
-            wanted.pop("weight_scale", None)
+            expected.pop("weight_scale", None)
             if zeros is not None and zeros.shape == scales:
-                del wanted["weight_zero_point"]
-        for part, shape in wanted.items():
+                del expected["weight_zero_point"]
+        for part, shape in expected.items():
             name = f"{layer.name}.{part}"
             if name not in self.tensors or self.tensors[name].shape != shape:
                 raise self._of_another_shape(name, shape)
@@ -248,12 +257,12 @@ class QuantisedDirectory:
         (in,) long, or None where they are in order: inputs of a group are put beside each other."""
         num_inputs = layer.shape[1]
         names = self._names(layer)
-        given = next((self.tensor(names[each]) for each in GROUPS_OF_INPUTS if each in names), None)
-        if given is None or bool((given < 0).any()):  # compressed-tensors: -1, they are in order
-            given = torch.arange(num_inputs) // self._group_size(layer)
-        if given.shape != (num_inputs,):
+        group_of = next((self.tensor(names[part]) for part in GROUPS_OF_INPUTS if part in names), None)
+        if group_of is None or bool((group_of < 0).any()):  # compressed-tensors: -1, they are in order
+            group_of = torch.arange(num_inputs) // self._group_size(layer)
+        if group_of.shape != (num_inputs,):
             raise self._of_another_shape(names.get("g_idx", f"{layer.name}.weight_g_idx"), (num_inputs,))
-        groups, order = given.long().sort(stable=True)
+        groups, order = group_of.long().sort(stable=True)
         blocks = groups.view(-1, BLOCK)
         if bool((blocks != blocks[:, :1]).any()) or not bool((groups < layer.num_groups).all()):
             raise self._refused(
@@ -265,19 +274,19 @@ class QuantisedDirectory:
     def _group_size(self, layer: QuantisedLayer) -> int:
         """Inputs of a group: as the configuration says, where that gives as many groups."""
         num_inputs = layer.shape[1]
-        count = layer.num_groups
-        named = [self.settings, *(each.get("weights") or {} for each in self._schemes)]
-        sizes = [size for each in named if isinstance(size := each.get("group_size"), int) and size > 0]
-        fitting = [size for size in sizes if -(-num_inputs // size) == count]
-        return fitting[0] if fitting else -(-num_inputs // count)
+        settings = [self.settings, *(scheme.get("weights") or {} for scheme in self._schemes)]
+        for size in (setting.get("group_size") for setting in settings):
+            if isinstance(size, int) and size > 0 and -(-num_inputs // size) == layer.num_groups:
+                return size
+        return -(-num_inputs // layer.num_groups)
 
     def _block_of(self, layer: QuantisedLayer, scales: tuple[int, ...]) -> tuple[int, int]:
         """Outputs and inputs that share a scale, in an FP8 matrix with scales of this shape."""
         num_outputs, num_inputs = layer.shape
         rows, columns = (*scales, 1, 1)[:2]
-        named = [self.settings.get("weight_block_size")]
-        named += [(each.get("weights") or {}).get("block_structure") for each in self._schemes]
-        blocks = [(int(each[0]), int(each[1])) for each in named if each]
+        settings = [self.settings.get("weight_block_size")]
+        settings += [(scheme.get("weights") or {}).get("block_structure") for scheme in self._schemes]
+        blocks = [(int(size[0]), int(size[1])) for size in settings if size]
         if rows in (1, num_outputs) and num_inputs % columns == 0:  # of channels, or of the matrix
             blocks.append((num_outputs // rows, num_inputs // columns))
         for block in blocks:
@@ -292,11 +301,11 @@ class QuantisedDirectory:
             f"{READABLE}; name the model that it was made from, or a GGUF file of it"
         )
 
-    def _of_another_shape(self, name: str, wanted: tuple[int, ...]) -> ValueError:
-        found = self.tensors[name].shape if name in self.tensors else "none"
+    def _of_another_shape(self, name: str, expected: tuple[int, ...]) -> ValueError:
+        shape = self.tensors[name].shape if name in self.tensors else "none"
         return ValueError(
-            f"base {self.name!r}: tensor {name!r} must have shape {wanted}, as its configuration says, got "
-            f"{found}; copy or download it again"
+            f"base {self.name!r}: tensor {name!r} must have shape {expected}, as its configuration says, got "
+            f"{shape}; copy or download it again"
         )
 
     # -------------------------------------------------------------- reading
@@ -308,7 +317,7 @@ class QuantisedDirectory:
     def weight(self, layer: QuantisedLayer, parts: Mapping[str, Tensor]) -> QuantisedMatrix | Tensor:
         """The weight of a layer from its tensors: whole numbers; of FP8 the numbers themselves, (out, in)
         bfloat16."""
-        scales = next(parts[each] for each in SCALES if each in parts)
+        scales = next(parts[part] for part in SCALES if part in parts)
         if layer.form == "fp8":
             return fp8_numbers(parts["weight"], scales, self._block_of(layer, tuple(scales.shape)))
         codes, zeros = FORMS[layer.form].read(parts, layer)
@@ -338,7 +347,7 @@ class QuantisedDirectory:
                 self.config, dtype=torch.float32, trust_remote_code=is_trusted
             )
         model.tie_weights()
-        places = {key: each for key, each in arguments.items() if key in PLACES}  # others become settings
+        places = {key: value for key, value in arguments.items() if key in PLACES}  # others become settings
         with suppress(OSError):  # most have one
             model.generation_config = GenerationConfig.from_pretrained(self.name, **places)
         return model.eval()
@@ -367,8 +376,8 @@ class QuantisedDirectory:
         for name, stored in self.tensors.items():
             is_quantised = self._form_of(name.rpartition(".")[0]) and not name.endswith(".bias")
             sizes["quantised layers" if is_quantised else stored.dtype] += stored.num_bytes
-        held = ", ".join(f"{megabytes(size)} of {name}" for name, size in sizes.most_common())
-        return f"{self._told}: {held}"
+        content = ", ".join(f"{megabytes(size)} of {name}" for name, size in sizes.most_common())
+        return f"{self._form}: {content}"
 
 
 def _bits_of(dtype: str) -> int:
@@ -405,10 +414,10 @@ def set_weight(model: Any, name: str, values: Tensor) -> None:
 
 def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
     """The ``quantization_config`` of a configuration; empty where it has none."""
-    given = getattr(config, "quantization_config", None)
-    if given is None:
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
         return {}
-    return dict(given if isinstance(given, Mapping) else given.to_dict())
+    return dict(settings if isinstance(settings, Mapping) else settings.to_dict())
 
 
 def is_quantised(config: PreTrainedConfig) -> bool:
@@ -419,7 +428,7 @@ def is_quantised(config: PreTrainedConfig) -> bool:
 def described_settings(config: PreTrainedConfig) -> str:
     """How a model of this configuration was quantised: "gptq in 4 bits, groups of 128"."""
     settings = settings_of(config)
-    method, groups = settings.get("quant_method"), settings.get("config_groups") or {}
+    method = settings.get("quant_method")
     if method in ("gptq", "awq"):
         size = settings.get("group_size", -1)
         groups_of = f"groups of {size}" if size > 0 else "a group for each output"
@@ -427,10 +436,10 @@ def described_settings(config: PreTrainedConfig) -> str:
         return f"{method} in {settings.get('bits')} bits, {groups_of}{order}"
     if method == "fp8":
         block = settings.get("weight_block_size")
-        return "fp8, " + (
-            f"a scale for {block[0]}x{block[1]} weights" if block else "a scale for each matrix"
-        )
-    weights = [each.get("weights") or {} for each in groups.values() if isinstance(each, Mapping)]
-    bits = " and ".join(sorted({f"{each.get('type')} of {each.get('num_bits')} bits" for each in weights}))
-    sizes = sorted({str(each.get("group_size") or each.get("strategy")) for each in weights})
-    return f"{method} ({settings.get('format')}), {bits}, a scale for each {' or '.join(sizes)}"
+        scaled_part = f"{block[0]}x{block[1]} weights" if block else "each matrix"
+        return f"fp8, a scale for {scaled_part}"
+    groups = settings.get("config_groups") or {}
+    weights = [scheme.get("weights") or {} for scheme in groups.values() if isinstance(scheme, Mapping)]
+    bits = sorted({f"{weight.get('type')} of {weight.get('num_bits')} bits" for weight in weights})
+    sizes = sorted({str(weight.get("group_size") or weight.get("strategy")) for weight in weights})
+    return f"{method} ({settings.get('format')}), {' and '.join(bits)}, a scale for each {' or '.join(sizes)}"

@@ -122,6 +122,8 @@ def _of_int8(parts: Parts, layer: QuantisedLayer) -> tuple[Tensor, Tensor | None
 
 
 def _signed_zeros(parts: Parts, layer: QuantisedLayer) -> Tensor | None:
+    """The zeros (out, groups) uint8 of compressed-tensors, half of the range added; None where there are
+    none."""
     zeros = parts.get("weight_zero_point")
     if zeros is None:
         return None
@@ -167,9 +169,9 @@ def fp8_numbers(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor
     """FP8 numbers (out, in) times their scales, bfloat16; ``block`` are the outputs and inputs of a scale."""
     rows, columns = codes.shape
     grid = scales.float().reshape(-(-rows // block[0]), -(-columns // block[1]))
-    wide = grid if grid.shape[1] == 1 else grid.repeat_interleave(block[1], 1)[:, :columns]
+    row_scales = grid if grid.shape[1] == 1 else grid.repeat_interleave(block[1], 1)[:, :columns]
     result = torch.empty(codes.shape, dtype=torch.bfloat16)
     for first in range(0, rows, block[0]):  # a row of blocks at a time
         part = slice(first, first + block[0])
-        result[part] = codes[part].float() * wide[first // block[0]]
+        result[part] = codes[part].float() * row_scales[first // block[0]]
     return result

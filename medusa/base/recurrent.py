@@ -65,20 +65,22 @@ def is_recurrent(base: Any) -> bool:
     of a convolution."""
     kinds = getattr(base.config.get_text_config(decoder=True), "layer_types", None) or ()
     classes = [DYNAMIC_LAYER_TYPE_MAPPING.get(kind) for kind in kinds]
-    if any(each is not None and issubclass(each, LinearAttentionCacheLayerMixin) for each in classes):
+    if any(kind is not None and issubclass(kind, LinearAttentionCacheLayerMixin) for kind in classes):
         return True
     # of a class that may keep one, a model whose layers all attend does not
-    all_attend = bool(kinds) and all(each in (*KEYS_AND_VALUES, *WITHOUT_MEMORY) for each in classes)
+    all_attend = bool(kinds) and all(kind in (*KEYS_AND_VALUES, *WITHOUT_MEMORY) for kind in classes)
     return not all_attend and bool(getattr(base, "_is_stateful", False))
 
 
 def check_states(base: Any) -> None:
     """Raise ValueError, with the reason, unless the states of ``base`` can be copied."""
-    name, layers = type(base).__name__, DynamicCache(config=base.config).layers
-    if (reason := REFUSED_TYPES.get(base.config.get_text_config(decoder=True).model_type)) is not None:
+    name = type(base).__name__
+    layers = DynamicCache(config=base.config).layers
+    reason = REFUSED_TYPES.get(base.config.get_text_config(decoder=True).model_type)
+    if reason is not None:
         raise ValueError(f"{name} {reason}, so no draft can be verified on it; use its own generate")
-    set_to = (getattr(module, "time_step_limit", NO_LIMIT) for module in base.modules())  # a list in files
-    limits = {tuple(each) if isinstance(each, list) else each for each in set_to} - {NO_LIMIT}
+    settings = [getattr(module, "time_step_limit", NO_LIMIT) for module in base.modules()]  # lists in files
+    limits = {tuple(limit) if isinstance(limit, list) else limit for limit in settings} - {NO_LIMIT}
     if limits:
         raise ValueError(
             f"{name} limits its time steps to {', '.join(map(str, sorted(limits)))} where a pass reads "
@@ -128,7 +130,7 @@ class StatefulRow(TreeCache):
     def __init__(self, config: PreTrainedConfig, device: torch.device | str):
         super().__init__(1, 0, device)
         self.config = config
-        self.layers = [_layer_for(theirs, self.under_way) for theirs in DynamicCache(config=config).layers]
+        self.layers = [_layer_for(layer, self.under_way) for layer in DynamicCache(config=config).layers]
         self.tree_layers = [layer for layer in self.layers if isinstance(layer, TreeCacheLayer)]
         self.replay_tokens = torch.zeros(1, 0, dtype=torch.long, device=device)
         """(1, M) long: tokens that were kept and that the states have not read."""
@@ -144,9 +146,11 @@ class StatefulRow(TreeCache):
 
     @property
     def num_bytes(self) -> int:
-        values = [value for layer in self._stateful_layers for value in _states(layer).values()]
-        parts = [part for each in values for part in (each.values() if isinstance(each, dict) else [each])]
-        return super().num_bytes + sum(part.nbytes for part in parts if isinstance(part, Tensor))
+        values: list[Any] = []
+        for layer in self._stateful_layers:
+            for value in _states(layer).values():
+                values += value.values() if isinstance(value, dict) else [value]
+        return super().num_bytes + sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     @property
     def _stateful_layers(self) -> list[Any]:
@@ -165,15 +169,15 @@ class StatefulRow(TreeCache):
 
     def keep(self, num_kept: int) -> None:
         """Keep the first ``num_kept`` of the tokens that were announced, and forget the others."""
-        kept = self._announced[:, : self.replay_tokens.shape[1] + num_kept]
-        if kept.shape[1] < self._announced.shape[1]:
+        num_right = self.replay_tokens.shape[1] + num_kept
+        if num_right < self._announced.shape[1]:  # the states have read tokens that are forgotten
             self._put_back()
-            self.replay_tokens = kept
+            self.replay_tokens = self._announced[:, :num_right]
         else:
-            self._before, self.replay_tokens = None, kept[:, :0]
-            self.is_exact &= kept.shape[1] == 1
-            num_read = kept.shape[1]
-            self.commit_prefix(torch.full_like(self.lengths, num_read), [num_read])
+            self._before = None
+            self.replay_tokens = self._announced[:, :0]
+            self.is_exact &= num_right == 1
+            self.commit_prefix(torch.full_like(self.lengths, num_right), [num_right])
 
     @property
     def is_exact_pass(self) -> bool:
@@ -185,9 +189,11 @@ class StatefulRow(TreeCache):
         self.longest, self._before = self._checkpoint
         self.lengths = torch.full_like(self.lengths, self.longest)
         self._put_back()
-        self.replay_tokens, self.is_exact = self.replay_tokens[:, :0], True
+        self.replay_tokens = self.replay_tokens[:, :0]
+        self.is_exact = True
 
     def _put_back(self) -> None:
+        """Restore the states before the pass under way, if there is one."""
         if self._before is not None:
             for layer, states in zip(self._stateful_layers, self._before, strict=True):
                 vars(layer).update(_copied(states))  # passes write into them, and they may be needed again
@@ -250,8 +256,8 @@ class StatefulCache(TreeCache):
         self.commit_prefix(num_kept, None if known is None else [*map(len, known)])
 
     def commit_prefix(self, num_kept: Tensor, known: list[int] | None = None) -> None:
-        for row, kept in zip(self.stateful_rows, num_kept.tolist() if known is None else known, strict=True):
-            row.keep(kept)
+        for row, count in zip(self.stateful_rows, num_kept.tolist() if known is None else known, strict=True):
+            row.keep(count)
         self.sync_lengths()
 
     @property
@@ -317,13 +323,14 @@ class TreeAndStateLayer(LinearAttentionLayer, TreeCacheLayer):  # type: ignore[o
         (TreeCacheLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
 
 
-def _layer_for(theirs: Any, under_way: PassSlots) -> Any:
-    """The replacement of a cache layer of ``transformers``."""
-    if type(theirs) in KEYS_AND_VALUES:
+def _layer_for(layer: Any, under_way: PassSlots) -> Any:
+    """The replacement of a cache layer of ``transformers``; itself where it only keeps a state, or
+    nothing."""
+    if type(layer) in KEYS_AND_VALUES:
         return TreeCacheLayer(under_way)
-    if isinstance(theirs, LinearAttentionAndFullAttentionLayer):
-        return TreeAndStateLayer(under_way, number_of_states=theirs.number_of_states)
-    return theirs
+    if isinstance(layer, LinearAttentionAndFullAttentionLayer):
+        return TreeAndStateLayer(under_way, number_of_states=layer.number_of_states)
+    return layer
 
 
 def _states(layer: Any) -> dict[str, Any]:
@@ -335,5 +342,5 @@ def _states(layer: Any) -> dict[str, Any]:
 def _copied(value: Any) -> Any:
     """``value`` with tensors of its own, in dictionaries too."""
     if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
+        return {key: _copied(part) for key, part in value.items()}
     return value.clone() if isinstance(value, Tensor) else value

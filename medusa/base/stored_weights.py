@@ -67,25 +67,29 @@ class StoredWeights:
         if settings_of(source.config).get("quant_method", WIDENED) != WIDENED:
             return None
         tensors = dict(_file_tensors(source))
-        found: dict[str, list[FileTensor]] = {}
-        made: set[str] = set()  # of several tensors, or of a part of one
-        for stored, (name, is_made) in _names(model, tensors, source.arguments.get("key_mapping")).items():
-            found.setdefault(name, []).append(tensors[stored])
-            made |= {name} if is_made or len(found[name]) > 1 or tensors[stored].dtype is None else set()
-        if not found:
+        parts_of: dict[str, list[FileTensor]] = {}  # by the name of the parameter
+        converted: set[str] = set()  # parameters of several tensors, or of a part of one
+        names = _names(model, tensors, source.arguments.get("key_mapping"))
+        for stored, (name, is_converted) in names.items():
+            parts_of.setdefault(name, []).append(tensors[stored])
+            if is_converted or len(parts_of[name]) > 1 or tensors[stored].dtype is None:
+                converted.add(name)
+        if not parts_of:
             return None
         dtypes = {
-            name: reduce(torch.promote_types, (each.dtype or torch.float32 for each in parts))
-            for name, parts in found.items()
+            name: reduce(torch.promote_types, (part.dtype or torch.float32 for part in parts))
+            for name, parts in parts_of.items()
         }
         counts: Counter[torch.dtype] = Counter()
-        for name, parts in found.items():
-            counts[dtypes[name]] += sum(each.num_weights for each in parts)
+        for name, parts in parts_of.items():
+            counts[dtypes[name]] += sum(part.num_weights for part in parts)
         dtype = counts.most_common(1)[0][0]
-        if made:
-            dtype = reduce(torch.promote_types, (dtypes[name] for name in made))
+        if converted:
+            dtype = reduce(torch.promote_types, (dtypes[name] for name in converted))
         others = {
-            name: parts[0] for name, parts in found.items() if name not in made and dtypes[name] != dtype
+            name: parts[0]
+            for name, parts in parts_of.items()
+            if name not in converted and dtypes[name] != dtype
         }
         return cls(dtype, dtypes, others)
 
@@ -93,9 +97,11 @@ class StoredWeights:
         """Put the tensors of other types in the place of what ``base``, loaded in :attr:`dtype`, has of
         them."""
         held = {**dict(base.named_buffers()), **dict(base.named_parameters(remove_duplicate=False))}
-        own = {id(held[name]): each.read() for name, each in self.others.items() if name in held}
-        for key, values in own.items():
-            own[key] = nn.Parameter(values, requires_grad=False)
+        own = {
+            id(held[name]): nn.Parameter(tensor.read(), requires_grad=False)
+            for name, tensor in self.others.items()
+            if name in held
+        }
         for module in base.modules():
             for name, old in module._parameters.items():
                 if id(old) in own:
@@ -111,17 +117,18 @@ def _names(
     """The parameter of ``model`` that each tensor is loaded into, and whether more than its name changes on
     the way. Tensors that the model has no place for are left out."""
     changes = get_model_conversion_mapping(model, key_mapping)
-    renamings = [each for each in changes if isinstance(each, WeightRenaming)]
-    converters = [each for each in changes if isinstance(each, WeightConverter)]
-    of_model, prefix = model.state_dict(), model.base_model_prefix
-    found = {}
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    state = model.state_dict()
+    prefix = model.base_model_prefix
+    names = {}
     for key in stored:
-        name, pattern = rename_source_key(key, renamings, converters, prefix, of_model)
-        if name not in of_model and key in of_model:
-            name, pattern = rename_source_key(key, [], [], prefix, of_model)
-        if name in of_model:
-            found[key] = (name, pattern is not None)
-    return found
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:  # a name that is right already
+            name, pattern = rename_source_key(key, [], [], prefix, state)
+        if name in state:
+            names[key] = (name, pattern is not None)
+    return names
 
 
 def _file_tensors(source: BaseSource) -> Iterator[tuple[str, FileTensor]]:

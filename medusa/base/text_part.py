@@ -56,7 +56,7 @@ class LetGo(nn.Module):
         self.config = part.config
         self.name = type(part).__name__
 
-    def forward(self, *given: Any, **named: Any) -> Any:
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         raise ValueError(
             f"a base that is named is loaded for text: {self.name}, which reads images or sound, is let go; "
             "give text alone, or load the model with transformers"

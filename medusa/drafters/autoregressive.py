@@ -36,7 +36,8 @@ class LayerCache:
     """The cached entries of one layer on ``device``, or of ``num_layers`` layers that run together."""
 
     def __init__(self, device: torch.device | str, num_layers: int = 1):
-        self._device, self._num_layers = device, num_layers
+        self._device = device
+        self._num_layers = num_layers
         self.reset(0)
 
     def reset(self, num_rows: int, after: LayerCache | None = None) -> None:
@@ -61,38 +62,42 @@ class LayerCache:
         The newest entry is read again by the next draft: it is node 0 of whatever is run below the root, and
         a draft from the same text is the same draft.
         """
-        known = self.cache
-        for row in range(known.num_rows, len(context.lengths)):
+        all_rows = self.cache
+        for row in range(all_rows.num_rows, len(context.lengths)):
             self.cache = TreeCache(1, self._num_layers, self._device)
             self._read(_of_row(context, row), run)
-            if known.num_rows:
-                known.join(self.cache)
+            if all_rows.num_rows:
+                all_rows.join(self.cache)
             else:
-                known = self.cache
-        self.cache = known
+                all_rows = self.cache
+        self.cache = all_rows
         return self._read(context, run)
 
     def _read(self, context: DraftContext, run: RunLayer) -> list[Tensor]:
         assert context.features is not None, "a drafter with LayerCache needs_features"
         missing = context.lengths - 1 - self.cache.lengths
         newest: list[Tensor] = []
-        known = [length - 1 for length in context.lengths.tolist()]
-        while left := tokens_missing(known, self.cache):
+        num_entries = [length - 1 for length in context.lengths.tolist()]
+        while left := tokens_missing(num_entries, self.cache):
             width = min(max(left), MOST_ENTRIES)
             columns = self.cache.lengths[:, None] + torch.arange(width, device=missing.device)
             columns = columns.clamp(max=context.features.shape[1] - 1)
             states = context.features.gather(1, columns[..., None].expand(-1, -1, context.features.shape[2]))
             following = context.tokens.gather(1, (columns + 1).clamp(max=context.tokens.shape[1] - 1))
             chain = TreeTopology.chain(width, columns.device)
-            given = run(states, following, *self.begin_pass(chain, slice(0, width)))
+            mask, positions = self.begin_pass(chain, slice(0, width))
+            outputs = run(states, following, mask, positions)
             num_new = missing.clamp(max=width)
             last = (num_new - 1).clamp(min=0)[:, None, None]
-            found = [each.gather(1, last.expand(-1, -1, each.shape[2])) for each in given]
-            if newest:
+            last_outputs = [output.gather(1, last.expand(-1, -1, output.shape[2])) for output in outputs]
+            if newest:  # rows that had nothing left to read keep their output of an earlier pass
                 has_new = (num_new > 0)[:, None, None]
-                found = [torch.where(has_new, *both) for both in zip(found, newest, strict=True)]
-            newest = found
-            self.cache.commit_prefix(num_new, [min(each, width) for each in left])
+                last_outputs = [
+                    torch.where(has_new, output, earlier)
+                    for output, earlier in zip(last_outputs, newest, strict=True)
+                ]
+            newest = last_outputs
+            self.cache.commit_prefix(num_new, [min(num_left, width) for num_left in left])
             missing = missing - num_new
         self.cache.uncommit_last()
         return newest
@@ -100,8 +105,8 @@ class LayerCache:
     def begin_pass(self, topology: TreeTopology, nodes: slice) -> tuple[Tensor, Tensor]:
         """Mask and positions for running ``nodes`` of a tree whose node 0 is each row's next entry."""
         self.cache.plan_pass(nodes.stop - nodes.start, nodes.start)
-        lengths, num_slots = self.cache.lengths, self.cache.num_slots
-        mask = tree_attention_masks(lengths, num_slots, topology, FULL_ATTENTION, nodes=nodes)
+        lengths = self.cache.lengths
+        mask = tree_attention_masks(lengths, self.cache.num_slots, topology, FULL_ATTENTION, nodes=nodes)
         assert isinstance(mask, Tensor)  # one layer type, one mask
         return mask, node_positions(lengths, topology, nodes=nodes)
 
@@ -109,10 +114,10 @@ class LayerCache:
 def _of_row(context: DraftContext, row: int) -> DraftContext:
     """The text of one row."""
     assert context.features is not None, "a drafter with LayerCache needs_features"
-    tokens, lengths, features = (
-        each[row : row + 1] for each in (context.tokens, context.lengths, context.features)
+    only = slice(row, row + 1)
+    return replace(
+        context, tokens=context.tokens[only], lengths=context.lengths[only], features=context.features[only]
     )
-    return replace(context, tokens=tokens, lengths=lengths, features=features)
 
 
 class AutoregressiveDrafter(LevelDrafter):
@@ -127,7 +132,8 @@ class AutoregressiveDrafter(LevelDrafter):
     needs_features = True
 
     def __init__(self, head: AutoregressiveHead, base: CausalLM, tree: CandidateTree):
-        self.head, self.base = head, base
+        self.head = head
+        self.base = base
         self.aux_layers = head.aux_layers
         super().__init__(tree, lm_head_device(base))
 
@@ -177,7 +183,8 @@ class AutoregressiveDrafter(LevelDrafter):
         features = self._features.gather(1, parents[..., None].expand(-1, -1, self._features.shape[2]))
         nodes = slice(first_node, first_node + tokens.shape[1])
         self._depth += 1
-        drafted = self._run(features, tokens, *self._entries.begin_pass(topology, nodes), parents)
+        mask, positions = self._entries.begin_pass(topology, nodes)
+        drafted = self._run(features, tokens, mask, positions, parents)
         self._features = torch.cat([self._features, drafted.features], dim=1)
         return self._logits(drafted.states)
 
@@ -192,15 +199,20 @@ class AutoregressiveDrafter(LevelDrafter):
         Each entry follows its node of ``parents`` (B, M) long; entries of the text follow the entry before
         them.
         """
-        cache, num_layers = self._entries.cache, self.head.num_layers
+        cache = self._entries.cache
+        num_layers = self.head.num_layers
         embedded = self.base.get_input_embeddings()(tokens).to(features.device)
         first = min(self._depth, num_layers - 1)
-        drafted = given = self._run_layer(first, features, embedded, mask, positions)
-        for layer in range(first + 1, num_layers):  # its output is kept beside all keys and values
-            kept, _ = cache.update(given.features[:, None], features[:, None, :, :0], num_layers + layer - 1)
+        drafted = output = self._run_layer(first, features, embedded, mask, positions)
+        for layer in range(first + 1, num_layers):
+            # A later layer reads the output of the layer below at the entry before, so that output is kept
+            # like a key, in a layer of the cache of its own.
+            outputs, _ = cache.update(
+                output.features[:, None], features[:, None, :, :0], num_layers + layer - 1
+            )
             before = cache.slots - 1 if parents is None else cache.lengths[:, None] + parents
-            below = kept[:, 0].gather(1, before.clamp(min=0)[..., None].expand_as(features))
-            given = self._run_layer(layer, below, embedded, mask, positions)
+            below = outputs[:, 0].gather(1, before.clamp(min=0)[..., None].expand_as(features))
+            output = self._run_layer(layer, below, embedded, mask, positions)
         return drafted
 
     def _run_layer(

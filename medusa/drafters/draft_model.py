@@ -56,7 +56,8 @@ class DraftModelDrafter(LevelDrafter):
                 f"{type(draft_model).__name__}; choose one whose layers are all attention"
             )
         super().__init__(tree, lm_head_device(draft_model))
-        self.draft_model, self._vocab_size = draft_model, base_vocab_size
+        self.draft_model = draft_model
+        self._vocab_size = base_vocab_size
         self.cache: TreeCache | None = None
 
     @property
@@ -73,16 +74,18 @@ class DraftModelDrafter(LevelDrafter):
     def logits_after(self, context: DraftContext, tokens: Tensor, nodes: slice) -> Tensor:
         assert self.cache is not None, "reset comes first"
         if nodes.start == 0:
-            _, logits = prefill(self.draft_model, self._known(context.tokens), context.lengths, self.cache)
+            text = self._readable(context.tokens)
+            _, logits = prefill(self.draft_model, text, context.lengths, self.cache)
             self.cache.uncommit_last()  # the root is node 0 of this tree
             logits = logits[:, None]
         else:
-            level = self._known(tokens[:, nodes])
+            level = self._readable(tokens[:, nodes])
             _, logits = verify(self.draft_model, level, self.topology, self.cache, first_node=nodes.start)
         return self._over_base_vocabulary(logits)
 
-    def _known(self, tokens: Tensor) -> Tensor:
-        """Tokens the draft model has no row for replaced by its last one: they may only spoil its guess."""
+    def _readable(self, tokens: Tensor) -> Tensor:
+        """``tokens`` with its last token in place of those that the draft model has no row for: they may only
+        spoil its guess."""
         return tokens.clamp(max=vocab_size(self.draft_model) - 1)
 
     def _over_base_vocabulary(self, logits: Tensor) -> Tensor:
@@ -94,7 +97,8 @@ class DraftModelDrafter(LevelDrafter):
 
 def check_same_tokens(base_tokenizer: Any, draft_tokenizer: Any) -> None:
     """Raise ValueError unless both tokenizers give every token the same id."""
-    base, draft = base_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    base = base_tokenizer.get_vocab()
+    draft = draft_tokenizer.get_vocab()
     if base != draft:
         different = sorted({token for token, _ in base.items() ^ draft.items()})
         raise ValueError(
@@ -105,19 +109,22 @@ def check_same_tokens(base_tokenizer: Any, draft_tokenizer: Any) -> None:
 
 def check_draft_device(base: CausalLM, draft_model: CausalLM) -> None:
     """Raise ValueError unless the draft model ends on the device on which the base ends."""
-    home, theirs = lm_head_device(base), lm_head_device(draft_model)
-    if home != theirs:
+    base_device = lm_head_device(base)
+    draft_device = lm_head_device(draft_model)
+    if draft_device != base_device:
         raise ValueError(
-            f"draft model must be on {home}, as the LM head of the base is, got one on {theirs}; "
-            f"move it with draft_model.to({str(home)!r})"
+            f"draft model must be on {base_device}, as the LM head of the base is, got one on "
+            f"{draft_device}; move it with draft_model.to({str(base_device)!r})"
         )
 
 
 def check_draft_vocabulary(base: CausalLM, draft_model: CausalLM) -> None:
-    ours, theirs = vocab_size(base), vocab_size(draft_model)
-    if abs(ours - theirs) > MOST_PADDING * ours:
+    """Raise ValueError unless the embeddings differ by no more than padding."""
+    base_size = vocab_size(base)
+    draft_size = vocab_size(draft_model)
+    if abs(base_size - draft_size) > MOST_PADDING * base_size:
         raise ValueError(
-            f"draft model has vocab_size={theirs}, the base {ours}: they cannot share a tokenizer; "
+            f"draft model has vocab_size={draft_size}, the base {base_size}: they cannot share a tokenizer; "
             "choose a draft model of the same family"
         )
 
@@ -176,6 +183,7 @@ def low_precision(base: CausalLM) -> CausalLM:
     Raises:
         ValueError: ``base`` is not float32 on the CPU.
     """
-    if (lacks := packed_unsupported_reason(base)) is not None:
-        raise ValueError(f"low-precision drafting needs {lacks}")
+    requirement = packed_unsupported_reason(base)
+    if requirement is not None:
+        raise ValueError(f"low-precision drafting needs {requirement}")
     return view_of(base, int8=True)

@@ -78,26 +78,28 @@ class DynamicDrafter(LevelDrafter):
 
     def _shape(self, tree: CandidateTree) -> None:
         super()._shape(tree)
-        suffix_length = self.suffix_length
-        wanted, device = tree.num_nodes - 1, self._ranks.device
+        device = self._ranks.device
+        num_drafted = tree.num_nodes - 1
         self.beam = min(max(MIN_BEAM, tree.num_nodes // 2), MAX_BEAM)
         num_expanded = 1 + (tree.depth - 1) * self.beam  # nodes that are expanded at most, over all levels
-        self._fanout = min(max(self.beam, -(-wanted // num_expanded)), self.num_columns)  # R
+        self._fanout = min(max(self.beam, -(-num_drafted // num_expanded)), self.num_columns)  # R
         sizes: list[int] = []  # candidates of each level
         while len(sizes) < tree.depth:
-            fanout = self._fanout + MAX_CHILDREN * (len(sizes) < suffix_length)
-            sizes.append(min(self.beam, sizes[-1] if sizes else 1) * fanout)
-        self._num_nodes = 1 + min(wanted + self.optional_nodes, sum(sizes))
+            fanout = self._fanout + MAX_CHILDREN * (len(sizes) < self.suffix_length)
+            num_parents = min(self.beam, sizes[-1]) if sizes else 1
+            sizes.append(num_parents * fanout)
+        self._num_nodes = 1 + min(num_drafted + self.optional_nodes, sum(sizes))
         tokens = torch.arange(self.vocab_size, device=device) if self.token_map is None else self.token_map
         self._columns = torch.full((self.vocab_size,), -1, device=device)
         """(V,) long: the column of each token in logits over ``token_map``; -1 where it has none."""
         self._columns[tokens] = torch.arange(len(tokens), device=device)
 
     def with_suffix(self, suffix_length: int, optional_nodes: int = 0) -> Self:
-        """The same heads, with continuations of ``suffix_length`` tokens mixed in, and ``optional_nodes``
-        nodes more than ``tree`` has."""
+        """A drafter with these heads, with continuations of ``suffix_length`` tokens mixed in, and
+        ``optional_nodes`` nodes more than ``tree`` has."""
         other = copy.copy(self)
-        other.suffix_length, other.optional_nodes = suffix_length, optional_nodes
+        other.suffix_length = suffix_length
+        other.optional_nodes = optional_nodes
         return other.with_tree()
 
     def reset(self, num_rows: int, after: Drafter | None = None) -> None:
@@ -147,13 +149,14 @@ class DynamicDrafter(LevelDrafter):
         # No candidate has a higher value than its parent, which comes before it and, as the sort is stable,
         # wins a tie. So the parents of all chosen candidates are chosen too.
         path_logprob, order = values.sort(dim=1, descending=True, stable=True)
-        path_logprob, chosen = path_logprob[:, : self.num_nodes - 1], order[:, : self.num_nodes - 1]
+        path_logprob = path_logprob[:, : self.num_nodes - 1]
+        chosen = order[:, : self.num_nodes - 1]
         root = context.root[:, None]
-        kept_parents = parents.gather(1, chosen)
+        chosen_parents = parents.gather(1, chosen)
         # Candidate numbers of parents to node numbers: the place of the parent among the chosen.
-        nodes = (chosen[:, None] == kept_parents[..., None]).int().argmax(2) + 1
+        nodes = (chosen[:, None] == chosen_parents[..., None]).int().argmax(2) + 1
         topology = TreeTopology.from_parents(
-            torch.cat([torch.zeros_like(root), nodes.masked_fill(kept_parents < 0, 0)], dim=1),
+            torch.cat([torch.zeros_like(root), nodes.masked_fill(chosen_parents < 0, 0)], dim=1),
             torch.cat([torch.zeros_like(root), depths.gather(1, chosen)], dim=1),
             self.max_depth,
         )
@@ -162,24 +165,33 @@ class DynamicDrafter(LevelDrafter):
         return Draft(tokens, topology, path_logprob=path_logprob, num_optional_nodes=self.optional_nodes)
 
     def _ranked_by_kernels(self, context: DraftContext, expected: Continuations) -> Draft:
-        """The same draft with the operators of :mod:`medusa.engine.kernels`: one operator per depth in place
-        of some thirty."""
-        levels: list[Tensor] = []
-        expected_tree = expected.tokens, expected.children, expected.shares
+        """The draft of :meth:`_ranked` by the operators of :mod:`medusa.engine.kernels`: one operator per
+        depth in place of some thirty."""
+        kernels = torch.ops.medusa
         sharpness = None
         if context.noise is not None:
             sharpness = torch.as_tensor(context.sharpness(self.beta), dtype=torch.float32)
             sharpness = sharpness.expand(len(context.root), 1, 1).flatten().contiguous()
-        # The beam as `_candidates` has it: paths, and match nodes, values and numbers, None for the root's.
-        paths, beam, parents, num_candidates = context.root[:, None, None], (None, None, None), None, 0
-        largest_values = None
+        levels: list[Tensor] = []  # tokens, values, parents and depths of each level's candidates
+        num_candidates = 0
+        # The beam, as in `_candidates`; before the first level the operator makes it from the root.
+        paths = context.root[:, None, None]
+        parents = match_nodes = path_logprob = numbers = None
+        largest_values = None  # the best values so far, which tell when the tree is full
         for depth in range(1, self.tree.depth + 1):
-            logits = self.logits_after_beam(context, paths, parents).float()
-            noise = None if context.noise is None else context.noise.until(depth)
-            grown, goes_on = torch.ops.medusa.grow(
-                *(logits, sharpness, noise, self.token_map, self._columns),
-                *expected_tree,
-                *(paths, *beam),
+            grown, goes_on = kernels.grow(
+                self.logits_after_beam(context, paths, parents).float(),
+                sharpness,
+                None if context.noise is None else context.noise.until(depth),
+                self.token_map,
+                self._columns,
+                expected.tokens,
+                expected.children,
+                expected.shares,
+                paths,
+                match_nodes,
+                path_logprob,
+                numbers,
                 largest_values,
                 num_wanted=self.tree.num_nodes - 1,
                 num_candidates=num_candidates,
@@ -190,14 +202,23 @@ class DynamicDrafter(LevelDrafter):
             )
             *level, paths, match_nodes, path_logprob, numbers, parents, largest_values = grown
             levels += level
-            beam, num_candidates = (match_nodes, path_logprob, numbers), num_candidates + level[0].shape[1]
+            num_candidates += level[0].shape[1]
             if not goes_on:  # the tree is full, or nothing below is likely enough to be verified
                 break
-        tokens, *topology, path_logprob = torch.ops.medusa.tree_of(
-            context.root, levels, *expected_tree, *beam, num_nodes=self.num_nodes, max_depth=self.max_depth
+        tokens, *topology, node_logprob = kernels.tree_of(
+            context.root,
+            levels,
+            expected.tokens,
+            expected.children,
+            expected.shares,
+            match_nodes,
+            path_logprob,
+            numbers,
+            num_nodes=self.num_nodes,
+            max_depth=self.max_depth,
         )
         return Draft(
-            tokens, TreeTopology(*topology), path_logprob=path_logprob, num_optional_nodes=self.optional_nodes
+            tokens, TreeTopology(*topology), path_logprob=node_logprob, num_optional_nodes=self.optional_nodes
         )
 
     def _candidates(
@@ -213,8 +234,9 @@ class DynamicDrafter(LevelDrafter):
         numbers = paths.new_full(paths.shape[:2], -1)  # (B, M): its number as a candidate
         path_logprob = torch.zeros(numbers.shape, dtype=torch.float32, device=numbers.device)  # (B, M)
         match_nodes = torch.zeros_like(numbers)  # (B, M): the node of `expected` with the same path, or -1
-        found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        num_candidates, parents = 0, None
+        levels: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        num_candidates = 0
+        parents = None
         for depth in range(1, self.tree.depth + 1):
             logits = self.logits_after_beam(context, paths, parents)
             if depth <= self.suffix_length:
@@ -223,34 +245,45 @@ class DynamicDrafter(LevelDrafter):
             else:
                 scores = self.scores(context, depth, logits).float()
                 log_q, columns = scores.log_softmax(-1).topk(self._fanout, dim=-1)  # (B, M, R)
-                tokens, nodes = self._tokens_in(columns), torch.full_like(columns, -1)
-            fanout, tokens = tokens.shape[2], tokens.flatten(1)
+                tokens = self._tokens_in(columns)
+                nodes = torch.full_like(columns, -1)
+            fanout = tokens.shape[2]
+            tokens = tokens.flatten(1)
             log_q = log_q.nan_to_num(nan=WORST).clamp(WORST, 0)  # one NaN logit makes a whole softmax NaN
             values = (path_logprob[..., None] + log_q).flatten(1)
-            found.append(
+            levels.append(
                 (tokens, values, numbers.repeat_interleave(fanout, dim=1), torch.full_like(tokens, depth))
             )
             # The next beam: the best candidates of this depth.
-            path_logprob, kept = values.topk(min(self.beam, values.shape[1]), dim=1)
-            if context.min_accept_prob > 0:
+            path_logprob, best = values.topk(min(self.beam, values.shape[1]), dim=1)
+            if context.min_accept_prob > 0:  # what lies below less likely nodes would not be verified
                 width = max(1, int((path_logprob.exp() >= context.min_accept_prob).sum(1).max()))
-                path_logprob, kept = path_logprob[:, :width], kept[:, :width]
-            parents, match_nodes = kept // fanout, nodes.flatten(1).gather(1, kept)
+                path_logprob = path_logprob[:, :width]
+                best = best[:, :width]
+            parents = best // fanout
+            match_nodes = nodes.flatten(1).gather(1, best)
             parent_index = parents[..., None].expand(-1, -1, depth)
-            paths = torch.cat([paths.gather(1, parent_index), tokens.gather(1, kept)[..., None]], dim=2)
-            numbers, num_candidates = num_candidates + kept, num_candidates + values.shape[1]
+            paths = torch.cat([paths.gather(1, parent_index), tokens.gather(1, best)[..., None]], dim=2)
+            numbers = num_candidates + best
+            num_candidates += values.shape[1]
             if context.min_accept_prob > 0 and path_logprob[:, 0].exp().mean() < context.min_accept_prob:
                 break
         if self.suffix_length > depth:  # `depth` is the last that was expanded
-            beam = numbers, path_logprob, match_nodes
-            found.append(self._below_heads(expected, *beam, num_candidates, depth))
-        missing = self.num_nodes - 1 - sum(each[0].shape[1] for each in found)
-        if missing > 0:  # the loop ended early: fill up with candidates of probability 0
-            root = context.root[:, None].expand(-1, missing)
+            levels.append(
+                self._below_heads(expected, numbers, path_logprob, match_nodes, num_candidates, depth)
+            )
+        num_missing = self.num_nodes - 1 - sum(level_tokens.shape[1] for level_tokens, *_ in levels)
+        if num_missing > 0:  # the loop ended early: fill up with candidates of probability 0
+            root = context.root[:, None].expand(-1, num_missing)
             nothing = torch.full_like(root, -torch.inf, dtype=path_logprob.dtype)
-            found.append((root, nothing, torch.full_like(root, -1), torch.ones_like(root)))
-        tokens, values, all_parents, depths = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
-        return tokens, values, all_parents, depths
+            levels.append((root, nothing, torch.full_like(root, -1), torch.ones_like(root)))
+        all_tokens, all_values, all_parents, all_depths = zip(*levels, strict=True)
+        return (
+            torch.cat(all_tokens, dim=1),
+            torch.cat(all_values, dim=1),
+            torch.cat(all_parents, dim=1),
+            torch.cat(all_depths, dim=1),
+        )
 
     def _tokens_in(self, columns: Tensor) -> Tensor:
         """The token ids of ``columns`` of the heads' logits, of any shape."""
@@ -270,15 +303,15 @@ class DynamicDrafter(LevelDrafter):
         row = torch.arange(len(match_nodes), device=match_nodes.device)[:, None]
         nodes = expected.children[row, match_nodes.clamp(min=0)]  # (B, M, W)
         nodes = nodes.masked_fill(match_nodes[..., None] < 0, 0)
-        tokens, weights = expected.tokens[row[..., None], nodes], expected.shares[row[..., None], nodes]
-        weights = weights * (nodes > 0)
+        tokens = expected.tokens[row[..., None], nodes]
+        weights = expected.shares[row[..., None], nodes] * (nodes > 0)
         columns = self._columns[tokens]
         is_scored = (nodes > 0) & (columns >= 0)  # expected tokens that the heads score too
-        columns, infinity = columns.clamp(min=0), torch.inf
+        columns = columns.clamp(min=0)
         log_q = (logits.float() * context.sharpness(self.beta)).log_softmax(-1)
-        of_heads = log_q.gather(2, columns).nan_to_num(nan=WORST).masked_fill(~is_scored, -infinity)
+        of_heads = log_q.gather(2, columns).nan_to_num(nan=WORST).masked_fill(~is_scored, -torch.inf)
         # A token is one candidate: expected tokens are taken out of the heads' distribution.
-        excluded = torch.full_like(of_heads, infinity).masked_fill(is_scored, -infinity)
+        excluded = torch.full_like(of_heads, torch.inf).masked_fill(is_scored, -torch.inf)
         log_q = log_q.scatter_reduce(2, columns, excluded, "amin")
         # Mixture: an expected token has its weight plus the heads' share of it, the others the heads' share.
         share = torch.log1p(-weights.sum(2, keepdim=True))  # (B, M, 1): log of what is left to the heads
@@ -288,7 +321,8 @@ class DynamicDrafter(LevelDrafter):
             log_q = log_q + self.in_columns(noise)
             of_match = of_match + noise.expand(-1, match_nodes.shape[1], -1).gather(2, tokens)
             total = torch.logaddexp(log_q.logsumexp(-1, True) + share, of_match.logsumexp(-1, True))
-            share, of_match = share - total, of_match - total
+            share = share - total
+            of_match = of_match - total
         best, best_columns = log_q.topk(self._fanout, dim=-1)  # (B, M, R)
         all_nodes = torch.nn.functional.pad(nodes.masked_fill(nodes == 0, -1), (self._fanout, 0), value=-1)
         assert all_nodes.shape[2] == self._fanout + width
@@ -323,8 +357,10 @@ class DynamicDrafter(LevelDrafter):
         number = torch.arange(first, first + num_nodes, device=match_nodes.device).repeat(rows, 1)
         number = torch.nn.functional.pad(number, (0, 1)).scatter(1, columns, numbers)[:, :-1]
         # Pass (value, depth) from the beam's nodes down to all nodes below them.
-        in_beam, parents = value > -torch.inf, expected.parents
-        is_reached, value_and_depth = in_beam, torch.stack([value, torch.full_like(value, beam_depth)])
+        parents = expected.parents
+        in_beam = value > -torch.inf
+        is_reached = in_beam
+        value_and_depth = torch.stack([value, torch.full_like(value, beam_depth)])
         increment = torch.stack([expected.shares.log(), torch.ones_like(value)])
         parent_index = parents.expand(2, -1, -1)
         for _ in range(self.suffix_length - beam_depth):  # one level of `expected` each time
@@ -343,7 +379,8 @@ class DynamicHeadsDrafter(DynamicDrafter, HeadsDrafter):
     """Medusa heads in dynamic trees."""
 
     def __init__(self, heads: MedusaHeads, lm_head: nn.Module, tree: CandidateTree):
-        self.has_kernels, self.trust = isinstance(lm_head, PackedLinear), no_trust()
+        self.has_kernels = isinstance(lm_head, PackedLinear)
+        self.trust = no_trust()
         HeadsDrafter.__init__(self, heads, lm_head, tree)
 
     @property
@@ -363,7 +400,8 @@ class DynamicAutoregressiveDrafter(DynamicDrafter, AutoregressiveDrafter):
     own."""
 
     def __init__(self, head: AutoregressiveHead, base: CausalLM, tree: CandidateTree):
-        self.has_kernels, self.trust = packed_as(base) is not None, no_trust()
+        self.has_kernels = packed_as(base) is not None
+        self.trust = no_trust()
         AutoregressiveDrafter.__init__(self, head, base, tree)
         self._parents = self._depths_run = torch.empty(0, dtype=torch.long)
         """(B, nodes run so far in this step) long each: their parents and depths in that tree."""
@@ -377,7 +415,8 @@ class DynamicAutoregressiveDrafter(DynamicDrafter, AutoregressiveDrafter):
             self._parents = self._depths_run = torch.zeros_like(context.root[:, None])
             self._level_start = 0
             return self.logits_after_root(context)
-        first_node, depth = self._parents.shape[1], paths.shape[2] - 1
+        first_node = self._parents.shape[1]
+        depth = paths.shape[2] - 1
         self._parents = torch.cat([self._parents, self._level_start + parents], dim=1)
         self._depths_run = torch.cat([self._depths_run, torch.full_like(parents, depth)], dim=1)
         self._level_start = first_node
@@ -397,7 +436,8 @@ class BestPathDrafter(StatelessDrafter):
 
     def __init__(self, drafter: DynamicDrafter):
         self._drafter = drafter.with_tree(independent_chains(WIDTH, drafter.tree.depth))
-        self.context_only, self.needs_features = drafter.context_only, drafter.needs_features
+        self.context_only = drafter.context_only
+        self.needs_features = drafter.needs_features
         self.aux_layers = drafter.aux_layers
 
     @property
@@ -405,7 +445,7 @@ class BestPathDrafter(StatelessDrafter):
         return self._drafter.max_depth
 
     def with_tree(self, tree: CandidateTree | None = None) -> BestPathDrafter:
-        """As deep as ``tree``."""
+        """A drafter of paths as deep as ``tree``."""
         return BestPathDrafter(self._drafter.with_tree(tree))
 
     def reset(self, num_rows: int, after: Drafter | None = None) -> None:

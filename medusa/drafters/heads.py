@@ -34,7 +34,8 @@ class HeadsDrafter(LevelDrafter):
     2.19 with 1.5, 2.11 with 2; on all 80, 2.27 with 1.25 and 2.26 with 1.5."""
 
     def __init__(self, heads: MedusaHeads, lm_head: nn.Module, tree: CandidateTree):
-        self.heads, self.lm_head = heads, lm_head
+        self.heads = heads
+        self.lm_head = lm_head
         self.aux_layers = heads.aux_layers
         super().__init__(tree, place_of(lm_head))
 

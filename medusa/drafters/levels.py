@@ -45,14 +45,14 @@ class LevelDrafter(StatelessDrafter):
         return filled
 
     def _shape(self, tree: CandidateTree) -> None:
-        """Have all that follows from ``tree``, and nothing of earlier steps."""
+        """Set all that follows from ``tree``, and forget earlier steps."""
         if tree.depth < 1:
             raise ValueError("tree must be at least 1 deep, got only the root; decode plainly instead")
         self.tree = tree
         self._widths = tree.width_by_depth
         self.topology: TreeTopology = tree.topology(self._device)
         depths = [len(path) for path in tree.paths]
-        starts = [depths.index(d) for d in range(tree.depth + 1)] + [tree.num_nodes]
+        starts = [depths.index(depth) for depth in range(tree.depth + 1)] + [tree.num_nodes]
         self.levels = [slice(start, end) for start, end in pairwise(starts)]
         self._ranks = sent([path[-1] if path else 0 for path in tree.paths], self._device)
 
@@ -108,8 +108,8 @@ class LevelDrafter(StatelessDrafter):
             proposal = warp_logits(logits, context.processors).softmax(-1)
             if self.token_map is None:
                 return proposal
-            everything = proposal.new_zeros(*proposal.shape[:-1], self.vocab_size)
-            return everything.index_copy(-1, self.token_map, proposal)
+            over_vocabulary = proposal.new_zeros(*proposal.shape[:-1], self.vocab_size)
+            return over_vocabulary.index_copy(-1, self.token_map, proposal)
 
         assert context.seeds is not None
         noise = draft_noise(context.seeds, context.lengths - 1, self.tree.num_nodes, self.vocab_size)

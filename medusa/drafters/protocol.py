@@ -168,7 +168,7 @@ def not_capturable(drafter: Drafter) -> list[Drafter]:
     something of the text are not."""
     parts = getattr(drafter, "drafters", None)
     if parts is not None:
-        return [found for part in parts for found in not_capturable(part)]
+        return [drafter for part in parts for drafter in not_capturable(part)]
     return [] if isinstance(drafter, StaticDrafter) and not drafter.needs_features else [drafter]
 
 
@@ -250,8 +250,9 @@ class DraftValidator:
         if is_builtin(drafter):
             return
         check_shapes(drafter, draft, context, self.vocab_size)
-        rules, flags = list(TOKEN_RULES), [token_violations(draft.tokens, context.root, self.vocab_size)]
-        if draft.topology is not self._topology:
+        rules = list(TOKEN_RULES)
+        flags = [token_violations(draft.tokens, context.root, self.vocab_size)]
+        if draft.topology is not self._topology:  # the one of the last draft has passed already
             rules += TOPOLOGY_RULES
             flags.append(topology_violations(draft.topology))
         if draft.proposal is not None:
@@ -278,19 +279,22 @@ def raise_violated(drafter: Drafter, rules: Sequence[str], are_violated: Tensor)
 
 def check_shapes(drafter: Drafter, draft: Draft, context: DraftContext, vocab_size: int) -> None:
     """Raise ValueError unless the tensors of ``draft`` fit together and to ``context``. Reads shapes only."""
-    tokens, tree, num_rows = draft.tokens, draft.topology, len(context.root)
-    name, num_nodes, most = type(drafter).__name__, tree.num_nodes, drafter.max_depth
+    name = type(drafter).__name__
+    tokens = draft.tokens
+    tree = draft.topology
+    num_rows = len(context.root)
+    num_nodes = tree.num_nodes
     if tokens.dtype != torch.long or tuple(tokens.shape) != (num_rows, num_nodes):
         raise ValueError(
             f"{name}.draft must return tokens of dtype long and shape {(num_rows, num_nodes)}, for "
             f"{num_rows} rows and {num_nodes} nodes, got {tokens.dtype} {tuple(tokens.shape)}"
         )
-    num_trees, size = tree.parents.shape[0], tree.max_depth + 1
+    num_trees = tree.parents.shape[0]
     shapes = {
         "parents": (num_trees, num_nodes),
         "depths": (num_trees, num_nodes),
         "ancestors": (num_trees, num_nodes, num_nodes),
-        "lineage": (num_trees, num_nodes, size),
+        "lineage": (num_trees, num_nodes, tree.max_depth + 1),
     }
     for part, shape in shapes.items():
         if num_trees not in (1, num_rows) or tuple(getattr(tree, part).shape) != shape:
@@ -298,11 +302,12 @@ def check_shapes(drafter: Drafter, draft: Draft, context: DraftContext, vocab_si
                 f"{name}.draft must return a topology of 1 or {num_rows} trees in one shape: topology.{part} "
                 f"must be {shape}, got {tuple(getattr(tree, part).shape)}"
             )
-    if tree.max_depth > most:
+    max_depth = drafter.max_depth
+    if tree.max_depth > max_depth:
         raise ValueError(
-            f"{name}.draft must return trees no deeper than its max_depth, {most}, got {size - 1}"
+            f"{name}.draft must return trees no deeper than its max_depth, {max_depth}, got {tree.max_depth}"
         )
-    if context.sampled is None:
+    if context.sampled is None:  # nothing was to be drawn, and so no proposal is read
         return
     shape = (num_rows, num_nodes, vocab_size)
     if draft.proposal is None or tuple(draft.proposal.shape) != shape:
@@ -323,7 +328,9 @@ def topology_violations(tree: TreeTopology) -> Tensor:
     nodes = torch.arange(tree.num_nodes, device=tree.parents.device)
     before = (nodes - 1).clamp(min=0)
     in_order = (tree.parents >= 0) & (tree.parents <= before)
-    parents, depths = tree.parents.clamp(0, tree.num_nodes - 1), tree.depths.clamp(0, tree.max_depth)
+    # Whatever the draft holds, the next lines must run: values out of range are marked, and clamped here.
+    parents = tree.parents.clamp(0, tree.num_nodes - 1)
+    depths = tree.depths.clamp(0, tree.max_depth)
     counted = tree.depths == torch.where(nodes == 0, 0, depths.gather(1, parents) + 1)
     counted &= tree.depths <= tree.max_depth
     rebuilt = TreeTopology.from_parents(parents, depths, tree.max_depth)

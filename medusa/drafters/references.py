@@ -49,8 +49,9 @@ class SuffixCorpus:
     def __init__(self, max_bytes: int):
         if max_bytes < LEAST_BYTES:
             raise ValueError(f"max_bytes must be at least {LEAST_BYTES}, got {max_bytes}")
-        if (lacks := kernels_unsupported_reason()) is not None:
-            raise ValueError(f"a corpus needs {lacks}")
+        requirement = kernels_unsupported_reason()
+        if requirement is not None:
+            raise ValueError(f"a corpus needs {requirement}")
         self.capacity = min(max_bytes // BYTES_PER_TOKEN, MOST_TOKENS // 2)
         """Tokens that it can hold."""
         self.clear()
@@ -106,7 +107,8 @@ def references_of(
     vocab_size: int,
     encode: Callable[[str], Sequence[int]],
 ) -> tuple[References, ...]:
-    """One for each of B rows with ``prompts``, (T,) long each; () where there is nothing to copy from.
+    """The references of each of B rows with ``prompts``, (T,) long each; () where there is nothing to copy
+    from.
 
     Args:
         prediction: the answer that is expected, as a text or its token ids (P,); or a list of B of these,
@@ -119,34 +121,36 @@ def references_of(
     """
     if corpus is not None and not isinstance(corpus, SuffixCorpus):
         raise TypeError(f"corpus must be a medusa.SuffixCorpus, got {type(corpus).__name__}")
-    found = []
-    for row, prompt in zip(_rows(prediction, len(prompts)), prompts, strict=True):
-        ids = _ids(encode(row) if isinstance(row, str) else row, vocab_size)
+    references = []
+    for answer, prompt in zip(_rows(prediction, len(prompts)), prompts, strict=True):
+        ids = _ids(encode(answer) if isinstance(answer, str) else answer, vocab_size)
         expected = torch.cat([prompt[-PROMPT_END:], sent(ids, prompt.device)]) if len(ids) else None
-        found.append(References(expected, corpus))
-    is_nothing = corpus is None and all(each.prediction is None for each in found)
-    return () if is_nothing else tuple(found)
+        references.append(References(expected, corpus))
+    is_nothing = corpus is None and all(row.prediction is None for row in references)
+    return () if is_nothing else tuple(references)
 
 
 def _rows(prediction: Any, num_rows: int) -> list[Any]:
     """The prediction of each row."""
     is_one = isinstance(prediction, Tensor) and prediction.dim() == 1
-    is_one |= isinstance(prediction, list | tuple) and all(type(each) is int for each in prediction)
+    is_one |= isinstance(prediction, list | tuple) and all(type(token) is int for token in prediction)
     if prediction is None or isinstance(prediction, str) or is_one:
         return [prediction] * num_rows
     if isinstance(prediction, list | tuple | Tensor) and len(prediction) == num_rows:
         return list(prediction)
-    given = f"{len(prediction)} of them" if isinstance(prediction, list | tuple) else f"{prediction!r:.80}"
+    is_list = isinstance(prediction, list | tuple)
+    description = f"{len(prediction)} of them" if is_list else f"{prediction!r:.80}"
     raise ValueError(
         "prediction must be a text, its token ids in one dimension, or a list with one of these for each of "
-        f"the {num_rows} rows, got {given}"
+        f"the {num_rows} rows, got {description}"
     )
 
 
-def _ids(given: Any, vocab_size: int) -> Tensor:
-    ids = torch.as_tensor([] if given is None else given)
+def _ids(answer: Any, vocab_size: int) -> Tensor:
+    """The token ids (P,) long of an expected answer; none for None."""
+    ids = torch.as_tensor([] if answer is None else answer)
     if ids.numel() and (ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool):
-        raise ValueError(f"prediction must hold token ids in one dimension, got {given!r:.80}")
+        raise ValueError(f"prediction must hold token ids in one dimension, got {answer!r:.80}")
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise ValueError(
             f"prediction must hold token ids from 0 to {vocab_size - 1}, got {int(ids.min())} to "

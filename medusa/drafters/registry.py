@@ -61,8 +61,9 @@ NO_STATE = "a base whose layers are all attention: this one's states cannot forg
 def tree_of(settings: DrafterSettings, default_length: int = DEFAULT_DRAFT_LENGTH) -> CandidateTree:
     """The tree of a drafter without its own: a chain, or ``draft_width`` independent chains."""
     length = settings.draft_length or default_length
-    chains = settings.draft_width > 1
-    return independent_chains(settings.draft_width, length) if chains else CandidateTree.chain(length)
+    if settings.draft_width > 1:
+        return independent_chains(settings.draft_width, length)
+    return CandidateTree.chain(length)
 
 
 class DraftHost(Protocol):
@@ -100,7 +101,7 @@ class DraftHost(Protocol):
         """How the steps run of a call that asks for ``step``; the model's own kind for None."""
 
     def tree_for(self, batch_size: int, step: StepKind | None = None) -> CandidateTree:
-        """The model's tree for ``num_rows`` rows, in steps of kind ``step`` or its own."""
+        """The model's tree for ``batch_size`` rows, in steps of kind ``step`` or its own."""
 
 
 @dataclass(frozen=True)
@@ -117,20 +118,22 @@ class NamedDrafter:
     """Whether it drafts with the heads of the model, which must then be loaded, and in the model's trees."""
 
 
-def _given_to(setting: str) -> str:
-    """How a caller gives ``setting``, in Python and from the shell."""
+def _how_to_give(setting: str) -> str:
+    """The advice to give ``setting``, in Python and from the shell."""
     return f"give {setting}= to make_drafter (--{setting.replace('_', '-')})"
 
 
 def _heads(host: DraftHost, settings: DrafterSettings, is_dynamic: bool = False) -> Drafter:
-    heads, runner = host.optimized_heads, host.engine_base
+    """The heads of the model, in a chain as long as ``settings`` say, or one node for each head."""
+    heads = host.optimized_heads
+    base = host.engine_base
     assert heads is not None, "refused before"
     chain = CandidateTree.chain(min(settings.draft_length or heads.num_heads, heads.num_heads))
     if not is_dynamic:
-        return drafter_of_heads(heads, runner, chain)
+        return drafter_of_heads(heads, base, chain)
     if isinstance(heads, AutoregressiveHead):
-        return DynamicAutoregressiveDrafter(heads, runner, chain)
-    return DynamicHeadsDrafter(heads, lm_head(runner), chain)
+        return DynamicAutoregressiveDrafter(heads, base, chain)
+    return DynamicHeadsDrafter(heads, lm_head(base), chain)
 
 
 def _missing_heads(host: DraftHost, settings: DrafterSettings) -> str | None:
@@ -138,11 +141,12 @@ def _missing_heads(host: DraftHost, settings: DrafterSettings) -> str | None:
 
 
 def _eagle3(host: DraftHost, settings: DrafterSettings) -> AutoregressiveDrafter:
-    """With the EAGLE-3 head of ``settings.eagle3``, in the tree that its directory holds."""
+    """The EAGLE-3 head of ``settings.eagle3``, in the tree that its directory holds."""
     assert settings.eagle3 is not None, "refused before"
-    given = settings.eagle3
-    checkpoint = given if isinstance(given, HeadsCheckpoint) else load_heads(given)
-    head, base = checkpoint.heads, host.engine_base
+    source = settings.eagle3
+    checkpoint = source if isinstance(source, HeadsCheckpoint) else load_heads(source)
+    head = checkpoint.heads
+    base = host.engine_base
     if not isinstance(head, Eagle3Head):
         raise ValueError(
             f"eagle3 must be an EAGLE-3 head, got Medusa heads for {checkpoint.base_model!r}; give them as "
@@ -158,11 +162,11 @@ def _eagle3(host: DraftHost, settings: DrafterSettings) -> AutoregressiveDrafter
 
 
 def _missing_eagle3(host: DraftHost, settings: DrafterSettings) -> str | None:
-    return None if settings.eagle3 is not None else f"an EAGLE-3 head; {_given_to('eagle3')}"
+    return None if settings.eagle3 is not None else f"an EAGLE-3 head; {_how_to_give('eagle3')}"
 
 
 def _mtp(host: DraftHost, settings: DrafterSettings) -> AutoregressiveDrafter:
-    """With the layers that come with the base, as deep as they are many unless ``settings`` say otherwise."""
+    """The layers that come with the base, as deep as they are many unless ``settings`` say otherwise."""
     head = own_head(host.base, settings.draft_length)
     return AutoregressiveDrafter(
         head.to(host.profile.device).eval(), host.engine_base, tree_of(settings, head.num_heads)
@@ -170,11 +174,11 @@ def _mtp(host: DraftHost, settings: DrafterSettings) -> AutoregressiveDrafter:
 
 
 def _draft_model(host: DraftHost, settings: DrafterSettings) -> DraftModelDrafter:
-    """With ``settings.draft_model``, loaded beside the base in its precision, checked to share its tokens."""
-    given: Any = settings.draft_model
-    draft_model: CausalLM = given
-    if not isinstance(given, PreTrainedModel):
-        source = find_base(given)
+    """The model of ``settings.draft_model``, loaded beside the base in its precision, checked to share its
+    tokens."""
+    draft_model: Any = settings.draft_model
+    if not isinstance(draft_model, PreTrainedModel):
+        source = find_base(draft_model)
         if host.tokenizer is not None:
             check_same_tokens(host.tokenizer, load_tokenizer(source))
         draft_model = _loaded_beside(host, source)
@@ -185,17 +189,17 @@ def _draft_model(host: DraftHost, settings: DrafterSettings) -> DraftModelDrafte
 
 def _loaded_beside(host: DraftHost, source: BaseSource) -> CausalLM:
     """The model at ``source`` as the base of ``host`` runs: its engine, its precision, its device."""
-    home = host.profile.device
-    if home.type == "cpu" and host.base.dtype == torch.float32:
+    device = host.profile.device
+    if device.type == "cpu" and host.base.dtype == torch.float32:  # here the engine may pack its weights
         return apply_engine(load_for_engine(source, host.engine), host.engine)
-    loaded: Any = load_base(source, dtype=host.base.dtype)
-    return apply_engine(loaded.to(home), host.engine)
+    model: Any = load_base(source, dtype=host.base.dtype)
+    return apply_engine(model.to(device), host.engine)
 
 
 def _missing_draft_model(host: DraftHost, settings: DrafterSettings) -> str | None:
     if settings.draft_model is not None:
         return None
-    return f"a smaller model of the same family; {_given_to('draft_model')}"
+    return f"a smaller model of the same family; {_how_to_give('draft_model')}"
 
 
 def _missing_exit_layer(host: DraftHost, settings: DrafterSettings) -> str | None:
@@ -204,7 +208,7 @@ def _missing_exit_layer(host: DraftHost, settings: DrafterSettings) -> str | Non
     if settings.exit_layer is not None:  # there is no good default
         return None
     num_layers = host.base.config.get_text_config(decoder=True).num_hidden_layers
-    return f"a number of layers, 1 to {num_layers - 1} for this base; {_given_to('exit_layer')}"
+    return f"a number of layers, 1 to {num_layers - 1} for this base; {_how_to_give('exit_layer')}"
 
 
 def _early_exit(host: DraftHost, settings: DrafterSettings) -> SelfDrafter:
@@ -220,11 +224,7 @@ DRAFTERS: dict[str, NamedDrafter] = {
         NamedDrafter(
             "suffix", lambda host, settings: SuffixDrafter(settings.draft_length or SuffixDrafter().length)
         ),
-        NamedDrafter(
-            "eagle3",
-            _eagle3,
-            _missing_eagle3,
-        ),
+        NamedDrafter("eagle3", _eagle3, _missing_eagle3),
         NamedDrafter("mtp", _mtp, lambda host, settings: mtp_unsupported_reason(host.base)),
         NamedDrafter("draft-model", _draft_model, _missing_draft_model),
         NamedDrafter("early-exit", _early_exit, _missing_exit_layer),
@@ -275,7 +275,7 @@ def uses_model_heads(name: str) -> bool:
 
 @dataclass(frozen=True)
 class DraftCall:
-    """What a call says about its drafter."""
+    """The part of a call that concerns its drafter."""
 
     num_rows: int
     step: StepKind | None = None
@@ -294,13 +294,17 @@ class DrafterFactory:
     """Makes the drafters of one model by name; slow work, such as loading a model, is done once."""
 
     def __init__(self, host: DraftHost, settings: DrafterSettings | None = None):
-        self._host, self._settings = host, settings or DrafterSettings()
-        self._made: dict[str, Drafter] = {}
+        self._host = host
+        self._settings = settings or DrafterSettings()
+        self._originals: dict[str, Drafter] = {}  # by name; see `_original`
 
     def available(self) -> list[str]:
         """The names that work with this model and these settings, plain decoding left out."""
-        found = (named for named in DRAFTERS.values() if named.name != "plain")
-        return [named.name for named in found if not named.missing_requirement(self._host, self._settings)]
+        return [
+            named.name
+            for named in DRAFTERS.values()
+            if named.name != "plain" and not named.missing_requirement(self._host, self._settings)
+        ]
 
     def choose(self, call: DraftCall) -> Drafter:
         """The drafter of a call.
@@ -322,7 +326,9 @@ class DrafterFactory:
         Raises:
             ValueError: as :meth:`make`.
         """
-        name, tree, step = call.drafter, call.tree, call.step
+        name = call.drafter
+        tree = call.tree
+        step = call.step
         if name is not None and not isinstance(name, str):
             if tree is None:
                 return name
@@ -364,23 +370,22 @@ class DrafterFactory:
         if tree is not None and tree.depth == 0:
             return PlainDrafter()
         for part in parts:
-            self._drafter(part)  # refused, if at all, before anything is drafted
-        models = self._host.tree_for(num_rows, step)
-        of_heads = tree or (models if models.depth and not only_chain else None)
-        paying = [part for part in parts if of_heads or only_chain or not DRAFTERS[part].needs_heads] or parts
+            self._original(part)  # refused, if at all, before anything is drafted
+        heads_tree = tree
+        if tree is None and not only_chain:
+            model_tree = self._host.tree_for(num_rows, step)
+            heads_tree = model_tree if model_tree.depth else None
+        if heads_tree is None and not only_chain:  # heads do not pay for this number of rows
+            parts = [part for part in parts if not DRAFTERS[part].needs_heads] or parts
         in_chains = self._host.profile.keeps_state
         drafters = []
-        for part in paying:
-            made, own = self._drafter(part), of_heads if DRAFTERS[part].needs_heads else tree
-            if (only_chain or in_chains) and own is None and made.max_depth:
-                own = CandidateTree.chain(made.max_depth)
-            drafters.append(made.with_tree(own))
-        heads = next((each for each in drafters if isinstance(each, DynamicDrafter)), None)
-        suffix = next((each for each in drafters if isinstance(each, SuffixDrafter)), None)
-        if heads is not None and suffix is not None:  # which share one tree
-            rest = [each for each in drafters if each not in (heads, suffix)]
-            drafters = [heads.with_suffix(suffix.length), *rest]
-        drafter = UnionDrafter(drafters) if len(drafters) > 1 else drafters[0]
+        for part in parts:
+            original = self._original(part)
+            part_tree = heads_tree if DRAFTERS[part].needs_heads else tree
+            if (only_chain or in_chains) and part_tree is None and original.max_depth:
+                part_tree = CandidateTree.chain(original.max_depth)
+            drafters.append(original.with_tree(part_tree))
+        drafter = _joined(drafters)
         if in_chains and isinstance(drafter, UnionDrafter):
             raise ValueError(
                 f"drafter {name!r} drafts trees side by side, and a base that keeps a state verifies chains: "
@@ -412,10 +417,22 @@ class DrafterFactory:
             return fastest.with_suffix(fastest.suffix_length, MAX_OPTIONAL_NODES)
         return fastest
 
-    def _drafter(self, part: str) -> Drafter:
+    def _original(self, part: str) -> Drafter:
         """The instance from which all others called ``part`` are derived."""
-        if missing := DRAFTERS[part].missing_requirement(self._host, self._settings):
+        missing = DRAFTERS[part].missing_requirement(self._host, self._settings)
+        if missing:
             raise ValueError(f"drafter {part!r} needs {missing}")
-        if part not in self._made:
-            self._made[part] = DRAFTERS[part].make(self._host, self._settings)
-        return self._made[part]
+        if part not in self._originals:
+            self._originals[part] = DRAFTERS[part].make(self._host, self._settings)
+        return self._originals[part]
+
+
+def _joined(drafters: list[Drafter]) -> Drafter:
+    """One drafter of several: dynamic heads take suffix matching into their tree, all others stand side by
+    side."""
+    dynamic = next((drafter for drafter in drafters if isinstance(drafter, DynamicDrafter)), None)
+    suffix = next((drafter for drafter in drafters if isinstance(drafter, SuffixDrafter)), None)
+    if dynamic is not None and suffix is not None:
+        rest = [drafter for drafter in drafters if drafter not in (dynamic, suffix)]
+        drafters = [dynamic.with_suffix(suffix.length), *rest]
+    return UnionDrafter(drafters) if len(drafters) > 1 else drafters[0]

@@ -48,10 +48,9 @@ For one place that is a weight in a mixture, :data:`MATCH_WEIGHTS`. These make t
 likeliest for the shipped heads: 3,532 tokens that followed a match in SmolLM2-135M-Instruct's greedy answers
 to 24 prompts of twelve kinds, MT-bench not among them. A prediction, the original of an edit, is right as
 often as the row itself after as long a match. Answers to other questions are right half as often."""
-_USUAL = [0.01, 0.29, 0.5, 0.57, *[0.82] * 6, *[0.88] * 6, 0.97]
-USUAL = torch.tensor(
-    [_USUAL, _USUAL, [*[0.01] * 4, 0.4, *[0.43] * 5, *[0.73] * 6, 0.95]], dtype=torch.float32
-).logit()
+_USUAL_IN_ROW = [0.01, 0.29, 0.5, 0.57, *[0.82] * 6, *[0.88] * 6, 0.97]
+_USUAL_IN_CORPUS = [*[0.01] * 4, 0.4, *[0.43] * 5, *[0.73] * 6, 0.95]
+USUAL = torch.tensor([_USUAL_IN_ROW, _USUAL_IN_ROW, _USUAL_IN_CORPUS], dtype=torch.float32).logit()
 """(sources, MAX_MATCH + 1): how often the best place is right about a step's first token, by the tokens that
 agree, as logarithms of odds; of 1,970 steps of such answers. A source that is right more often is believed
 more."""
@@ -80,7 +79,8 @@ class Continuations:
         """The likeliest path of ``length`` tokens, and the share of each token: (B, length) each. The root
         token where there is no continuation."""
         row = torch.arange(len(self.tokens), device=self.tokens.device)
-        node, nodes = torch.zeros_like(row), self.children[:, 0, :0]
+        node = torch.zeros_like(row)
+        nodes = self.children[:, 0, :0]
         for depth in range(length):
             children = self.children[row, node]  # (B, W)
             best = self.shares[row[:, None], children].argmax(1)
@@ -91,13 +91,13 @@ class Continuations:
 
 def nothing_expected(root: Tensor) -> Continuations:
     """The result without any match: trees of only the root tokens (B,) long."""
-    alone = torch.zeros_like(root[:, None])
-    children = alone[..., None].expand(-1, -1, MAX_CHILDREN).contiguous()
-    return Continuations(root[:, None], alone, children, alone.to(torch.float32), alone[:, 0])
+    zeros = torch.zeros_like(root[:, None])
+    children = zeros[..., None].expand(-1, -1, MAX_CHILDREN).contiguous()
+    return Continuations(root[:, None], zeros, children, zeros.to(torch.float32), zeros[:, 0])
 
 
 def no_trust() -> Tensor:
-    """(sources,): what :func:`continuations` begins with."""
+    """The trust, (sources,), that :func:`continuations` begins with."""
     return torch.zeros(len(ODDS), dtype=torch.float32)  # as the kernel has it, whatever torch's default is
 
 
@@ -110,17 +110,17 @@ def continuations(
     ``source_guesses``, the :attr:`Continuations.source_guesses` of the previous search, is passed; 0 by
     default.
     """
-    references = context.references
     is_on_host = context.tokens.device.type == "cpu" and not context.fixed_shape
     if not is_on_host or not are_loaded():
         return _chains(context, num_tokens)
-    predictions = [_NOTHING if each.prediction is None else each.prediction for each in references]
-    corpora = [each.corpus for each in references]
+    predictions = [_NOTHING if row.prediction is None else row.prediction for row in context.references]
+    corpora = [row.corpus for row in context.references]
+    indices: list[Tensor] = []  # two tensors for each row
     with LOCK:
-        indices = [part for each in corpora for part in (each.index if each else (_NOTHING, _NOTHING))]
-        totals = torch.tensor([each.total if each else 0 for each in corpora], dtype=torch.long)
-        trust = no_trust() if trust is None else trust
-        given = (
+        for corpus in corpora:
+            indices += corpus.index if corpus else (_NOTHING, _NOTHING)
+        totals = torch.tensor([corpus.total if corpus else 0 for corpus in corpora], dtype=torch.long)
+        tree = torch.ops.medusa.continuations(
             context.tokens,
             context.lengths,
             predictions,
@@ -128,23 +128,28 @@ def continuations(
             totals,
             ODDS,
             USUAL,
-            trust,
+            no_trust() if trust is None else trust,
             source_guesses,
+            num_tokens,
+            context.vocab_size,
         )
-        found = torch.ops.medusa.continuations(*given, num_tokens, context.vocab_size)
-    return Continuations(*found)
+    return Continuations(*tree)
 
 
 def _chains(context: DraftContext, num_tokens: int) -> Continuations:
     """The longest match of each row, in its prediction and itself, by tensor operations."""
-    root, tokens, lengths = context.root[:, None], context.tokens, context.lengths
-    known = [context.root[:0] if each.prediction is None else each.prediction for each in context.references]
-    width = max((1 + len(each) for each in known), default=0)
-    if width:  # -1 separates texts
-        before = torch.nn.utils.rnn.pad_sequence([each.flip(0) for each in known], True, -1).flip(1)
+    root = context.root[:, None]
+    tokens = context.tokens
+    nothing = context.root[:0]
+    predictions = [nothing if row.prediction is None else row.prediction for row in context.references]
+    width = max((1 + len(prediction) for prediction in predictions), default=0)
+    if width:  # predictions go before the text, aligned to its start; -1 separates texts
+        reversed_predictions = [prediction.flip(0) for prediction in predictions]
+        before = torch.nn.utils.rnn.pad_sequence(reversed_predictions, True, -1).flip(1)
         tokens = torch.cat([torch.nn.functional.pad(before, (0, 1), value=-1), tokens], dim=1)
-    match = longest_match(tokens, lengths + width, num_tokens)
-    matched, ahead = match.num_matched[:, None], torch.arange(num_tokens, device=tokens.device)
+    match = longest_match(tokens, context.lengths + width, num_tokens)
+    matched = match.num_matched[:, None]
+    ahead = torch.arange(num_tokens, device=tokens.device)
     length = (matched + ahead).clamp(max=MAX_MATCH)
     counts = torch.zeros(length.shape, dtype=torch.float32, device=length.device)
     for least, count in enumerate(MATCH_ODDS):  # no table: it would have to be moved to the device
@@ -212,7 +217,8 @@ class SuffixDrafter(StatelessDrafter):
             raise ValueError(
                 f"length must be at least 1 and min_match in [1, {MAX_MATCH}], got {length} and {min_match}"
             )
-        self.length, self.min_match = length, min_match
+        self.length = length
+        self.min_match = min_match
 
     @property
     def max_depth(self) -> int:
@@ -228,7 +234,7 @@ class SuffixDrafter(StatelessDrafter):
         return "suffix", self.length, self.min_match
 
     def with_tree(self, tree: CandidateTree | None = None) -> SuffixDrafter:
-        """As deep as ``tree``: a chain."""
+        """A drafter of chains as deep as ``tree``."""
         return SuffixDrafter(self.length if tree is None else tree.depth, self.min_match)
 
     def tensors(self) -> list[Tensor]:

@@ -25,7 +25,7 @@ class UnionDrafter(StatelessDrafter):
             raise ValueError(f"a union takes at least two drafters, got {len(drafters)}")
         self.drafters = list(drafters)
         self.needs_features = any(drafter.needs_features for drafter in drafters)
-        self.aux_layers = tuple(sorted({layer for each in drafters for layer in each.aux_layers}))
+        self.aux_layers = tuple(sorted({layer for drafter in drafters for layer in drafter.aux_layers}))
 
     def with_tree(self, tree: CandidateTree | None = None) -> UnionDrafter:
         """Each part in ``tree``."""
@@ -54,7 +54,8 @@ class UnionDrafter(StatelessDrafter):
     def reset(self, num_rows: int, after: Drafter | None = None) -> None:
         earlier = after.drafters if isinstance(after, UnionDrafter) else [after]
         for drafter in self.drafters:
-            drafter.reset(num_rows, next((each for each in earlier if type(each) is type(drafter)), None))
+            previous = next((other for other in earlier if type(other) is type(drafter)), None)
+            drafter.reset(num_rows, previous)
 
     def keep_rows(self, rows: Tensor) -> None:
         for drafter in self.drafters:
@@ -79,7 +80,9 @@ class UnionDrafter(StatelessDrafter):
 def joined_topology(topologies: Sequence[TreeTopology]) -> TreeTopology:
     """The trees side by side below one root: the first one's nodes, then the others' without their roots."""
     num_trees = max(topology.parents.shape[0] for topology in topologies)
-    parents, depths, offset = [], [], 0
+    parents = []
+    depths = []
+    offset = 0
     for index, topology in enumerate(topologies):
         first = min(index, 1)
         shifted = torch.where(topology.parents == 0, 0, topology.parents + offset)

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from medusa.base.causal_lm import CausalLM, copy_sharing_parameters
 from medusa.heads.fingerprint import BaseFingerprint
 
-PREFIX, FIRST, SECOND = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+PREFIX = "base_model.model."
+FIRST = ".lora_A.weight"
+SECOND = ".lora_B.weight"
 """A layer's two tensors are called PREFIX + layer + FIRST, (r, in), and PREFIX + layer + SECOND, (out, r)."""
 
 
@@ -48,7 +50,7 @@ class Adapter:
             "alpha": self.config.get("lora_alpha"),
             "targets": sorted({name.rpartition(".")[2] for name in self.layers}),
             "num_layers": len(self.layers),
-            "num_parameters": sum(each.numel() for each in self.weights.values()),
+            "num_parameters": sum(weight.numel() for weight in self.weights.values()),
         }
 
 
@@ -85,11 +87,11 @@ def apply_adapter(base: CausalLM, adapter: Adapter) -> None:
         wrapped = injected(base, peft.PeftConfig.from_peft_type(**adapter.config))
     except (AttributeError, ImportError, IndexError, KeyError, TypeError) as error:
         raise ValueError(f"peft cannot apply the adapter's configuration: {error}") from error
-    expected = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
-    ours, theirs = (
-        {name: each.shape for name, each in state.items()} for state in (expected, adapter.weights)
-    )
-    if differing := sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name)):
+    state = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    expected = {name: weight.shape for name, weight in state.items()}
+    shapes = {name: weight.shape for name, weight in adapter.weights.items()}
+    differing = sorted(name for name in expected | shapes if expected.get(name) != shapes.get(name))
+    if differing:
         raise ValueError(f"the adapter's tensors do not fit its configuration: {differing[:4]} ...")
     peft.set_peft_model_state_dict(wrapped, dict(adapter.weights))
     base.requires_grad_(False).eval()
@@ -124,15 +126,17 @@ def _is_plain_sum(module: Any) -> bool:
         return False
     if module.disable_adapters or module.merged or getattr(module, "lora_variant", {}):
         return False
-    return all(each.bias is None for each in module.lora_B.values())
+    return all(product.bias is None for product in module.lora_B.values())
 
 
 def _folded_linear(module: Any) -> nn.Linear:
+    """The plain linear layer that computes as an adapted one does."""
     layer = module.base_layer
-    added = [module.get_delta_weight(name) for name in module.active_adapters if name in module.lora_A]
+    deltas = [module.get_delta_weight(name) for name in module.active_adapters if name in module.lora_A]
+    weight = layer.weight.detach() + sum(deltas)
     linear = nn.Linear(layer.in_features, layer.out_features, device="meta")
-    weight = layer.weight.detach() + sum(added)
-    linear.weight, linear.bias = nn.Parameter(weight.detach(), requires_grad=False), layer.bias
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    linear.bias = layer.bias
     return linear
 
 
@@ -168,37 +172,41 @@ def _check_base(base: CausalLM, adapter: Adapter) -> None:
 
 
 def _adapter_names(base: CausalLM) -> list[str]:
+    """The names under which peft has put adapters onto ``base``."""
     return list(getattr(base, "peft_config", None) or {})
 
 
 def _is_at_work(base: CausalLM, name: str) -> bool:
     """Whether the layers that carry adapter ``name`` use it, and no other."""
-    layers = [each for each in base.modules() if name in getattr(each, "lora_A", ())]
-    return all(each.active_adapters == [name] and not each.disable_adapters for each in layers)
+    layers = [module for module in base.modules() if name in getattr(module, "lora_A", ())]
+    return all(layer.active_adapters == [name] and not layer.disable_adapters for layer in layers)
 
 
 def _equal(base: CausalLM, name: str, adapter: Adapter) -> bool:
+    """Whether the adapter called ``name`` in ``base`` has the weights of ``adapter``, in its own type."""
     state = peft_library().get_peft_model_state_dict(base, adapter_name=name, save_embedding_layers=False)
-    ours = {key.removeprefix(PREFIX): tensor for key, tensor in state.items()}
-    theirs = {key.removeprefix(PREFIX): tensor for key, tensor in adapter.weights.items()}
-    return ours.keys() == theirs.keys() and all(
-        ours[key].shape == tensor.shape and torch.equal(ours[key].cpu(), tensor.to(ours[key].dtype).cpu())
-        for key, tensor in theirs.items()
+    carried = {key.removeprefix(PREFIX): weight for key, weight in state.items()}
+    expected = {key.removeprefix(PREFIX): weight for key, weight in adapter.weights.items()}
+    return carried.keys() == expected.keys() and all(
+        weight.shape == expected[key].shape
+        and torch.equal(weight.cpu(), expected[key].to(weight.dtype).cpu())
+        for key, weight in carried.items()
     )
 
 
 def _check_fits(base: CausalLM, adapter: Adapter) -> None:
     """Raise ValueError unless every layer that ``adapter`` changes is in ``base``, and as large."""
     _check_ranks(adapter)
-    found = dict(base.named_modules())
+    modules = dict(base.named_modules())
     for name in adapter.layers:
-        first, second = adapter.weights[PREFIX + name + FIRST], adapter.weights.get(PREFIX + name + SECOND)
-        theirs = (first.shape[1], 0 if second is None else second.shape[0])
-        ours = linear_sizes(found[name]) if name in found else None
-        if ours != theirs:
-            holds = "has no such layer" if ours is None else f"has {ours[0]} x {ours[1]}"
+        second = adapter.weights.get(PREFIX + name + SECOND)
+        inputs = adapter.weights[PREFIX + name + FIRST].shape[1]
+        outputs = 0 if second is None else second.shape[0]
+        sizes = linear_sizes(modules[name]) if name in modules else None
+        if sizes != (inputs, outputs):
+            holds = "has no such layer" if sizes is None else f"has {sizes[0]} x {sizes[1]}"
             raise ValueError(
-                f"the adapter changes layer {name!r} of {theirs[0]} inputs x {theirs[1]} outputs, base model "
+                f"the adapter changes layer {name!r} of {inputs} inputs x {outputs} outputs, base model "
                 f"{base.name_or_path!r} {holds}; load the base model that the heads were trained on"
             )
 
@@ -206,15 +214,16 @@ def _check_fits(base: CausalLM, adapter: Adapter) -> None:
 def _check_ranks(adapter: Adapter) -> None:
     """Raise ValueError unless the configuration, from which peft makes tensors, asks for ranks that the files
     hold."""
-    factors = {name: each for name, each in adapter.weights.items() if name.endswith((FIRST, SECOND))}
-    for name, each in factors.items():
-        if each.dim() != 2:
-            raise ValueError(f"the adapter's tensor {name!r} must be a matrix, got shape {tuple(each.shape)}")
-    held = [len(each) for name, each in factors.items() if name.endswith(FIRST)]
+    factors = {name: weight for name, weight in adapter.weights.items() if name.endswith((FIRST, SECOND))}
+    for name, factor in factors.items():
+        if factor.dim() != 2:
+            raise ValueError(
+                f"the adapter's tensor {name!r} must be a matrix, got shape {tuple(factor.shape)}"
+            )
+    largest = max((len(factor) for name, factor in factors.items() if name.endswith(FIRST)), default=0)
     pattern = adapter.config.get("rank_pattern") or {}
-    asked = [adapter.config.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])]
-    largest = max(held, default=0)
-    for rank in asked:
+    ranks = [adapter.config.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])]
+    for rank in ranks:
         if not isinstance(rank, int) or not 1 <= rank <= largest:
             raise ValueError(
                 f"the adapter's configuration must ask for ranks from 1 to {largest}, the largest that its "

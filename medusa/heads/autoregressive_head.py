@@ -101,7 +101,9 @@ def unroll(
         positions: (B, E) long, from 0 where a document starts; documents of a row do not see each other.
     """
     features = head.fuse(hidden)
-    cache, inputs, states = DynamicCache(), features, []
+    cache = DynamicCache()
+    inputs = features
+    states = []
     for step, mask in enumerate(_unrolled_masks(positions, head.num_heads, head.num_layers)):
         layer = min(step, head.num_layers - 1)
         drafted = head(inputs, next_embeddings, mask, positions, cache, layer)

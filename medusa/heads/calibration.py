@@ -68,7 +68,7 @@ def calibrate_each(
     """
     ordered = sorted(enumerate(rows), key=lambda item: len(item[1].token_ids))
     layers = sorted({layer for heads in sets for layer in heads.aux_layers})
-    answers: list[list[list[Tensor]]] = [[[] for _ in ordered] for _ in sets]
+    ranks: list[list[list[Tensor]]] = [[[] for _ in ordered] for _ in sets]  # by heads, row and answer
     switch = longrope_threshold(base) or 0  # past it LongRoPE reads a whole batch otherwise
     short = bisect_right(ordered, switch, key=lambda item: len(item[1].token_ids))
     starts = [*range(0, short, batch_size), *range(short, len(ordered), batch_size)]
@@ -76,20 +76,22 @@ def calibrate_each(
         indices, batch = zip(*ordered[start:end], strict=True)
         ids = pad_sequence([torch.tensor(row.token_ids) for row in batch], batch_first=True)
         if states is None:  # right padding, which no token of a row sees
-            read = hidden_states(base, ids.to(lm_head_device(base)), layers=layers)
+            hidden = hidden_states(base, ids.to(lm_head_device(base)), layers=layers)
         else:
-            read = pad_sequence([states[index] for index in indices], batch_first=True)
-            read = read.to(lm_head_device(base), base.dtype)
-        for heads, found in zip(sets, answers, strict=True):
-            theirs = layers_of(read, layers, heads.aux_layers)
-            ranks = _batch_ranks(base, heads, batch, ids, theirs, max_rank)
-            for index, of_row in zip(indices, ranks, strict=True):
-                found[index] = of_row
+            hidden = pad_sequence([states[index] for index in indices], batch_first=True)
+            hidden = hidden.to(lm_head_device(base), base.dtype)
+        for heads, ranks_of_rows in zip(sets, ranks, strict=True):
+            heads_hidden = layers_of(hidden, layers, heads.aux_layers)
+            batch_ranks = _batch_ranks(base, heads, batch, ids, heads_hidden, max_rank)
+            for index, row_ranks in zip(indices, batch_ranks, strict=True):
+                ranks_of_rows[index] = row_ranks
     counts = [
-        RankCounts(tuple(ranks for row in found for ranks in row), max_rank, is_recurrent(base))
-        for found in answers
+        RankCounts(
+            tuple(answer for row_ranks in ranks_of_rows for answer in row_ranks), max_rank, is_recurrent(base)
+        )
+        for ranks_of_rows in ranks
     ]
-    if not all(each.ranks for each in counts):
+    if not all(heads_counts.ranks for heads_counts in counts):
         raise ValueError("rows hold no labelled token after their first: there is nothing to calibrate on")
     return counts
 
@@ -107,13 +109,13 @@ def _batch_ranks(
         states = _unrolled(base, heads, ids.to(lm_head_device(base)), states)  # (B, T, K, D)
     else:
         states = heads.fuse(states)  # (B, T, D)
-    for i, row in enumerate(rows):
+    for row, row_ids, row_states in zip(rows, ids, states, strict=True):
         answers = []
         for start, end in _answer_spans(row.is_label):
             ahead = torch.arange(start, end)[:, None] + torch.arange(1, heads.num_heads + 1)  # (P, K)
-            truth = ids[i][ahead.clamp(max=end - 1)].masked_fill(ahead >= end, UNKNOWN)
-            path = ids[i][(ahead - 1).clamp(max=end - 1)]  # whatever follows an unknown token is unknown too
-            answers.append(_true_ranks(base, heads, states[i, start - 1 : end - 1], path, truth, max_rank))
+            truth = row_ids[ahead.clamp(max=end - 1)].masked_fill(ahead >= end, UNKNOWN)
+            path = row_ids[(ahead - 1).clamp(max=end - 1)]  # whatever follows an unknown token is unknown too
+            answers.append(_true_ranks(base, heads, row_states[start - 1 : end - 1], path, truth, max_rank))
         yield answers
 
 
@@ -125,14 +127,16 @@ def _unrolled(base: PreTrainedModel, head: AutoregressiveHead, ids: Tensor, hidd
     by_last_entry = unroll(head, hidden, following, positions)
     # A draft of d entries from position t ends at entry t + d - 1; entries that wrap around are past every
     # answer.
-    return torch.stack([each.roll(-depth, dims=1) for depth, each in enumerate(by_last_entry)], dim=2)
+    by_position = [states.roll(-depth, dims=1) for depth, states in enumerate(by_last_entry)]
+    return torch.stack(by_position, dim=2)
 
 
 def _answer_spans(is_label: Sequence[bool]) -> Iterator[tuple[int, int]]:
     """(start, end) of each run of labelled tokens; token 0 is left out, since no state comes before it."""
     end = 0
     for is_answer, run in groupby(is_label):
-        start, end = max(end, 1), end + len(list(run))
+        start = max(end, 1)
+        end += len(list(run))
         if is_answer and start < end:
             yield start, end
 
@@ -145,14 +149,14 @@ def _true_ranks(
     unembedding = lm_head(base)
     chunk = max(1, LOGITS_PER_CHUNK // (heads.num_heads * heads.config.vocab_size))
     ranks = []
-    parts = (each.split(chunk) for each in (states, path.to(states.device), truth))
-    for part, behind, tokens in zip(*parts, strict=True):
+    chunks = zip(states.split(chunk), path.to(states.device).split(chunk), truth.split(chunk), strict=True)
+    for chunk_states, chunk_path, tokens in chunks:
         if isinstance(heads, AutoregressiveHead):
-            logits = heads.unembedded(part, unembedding)  # (chunk, K, V')
+            logits = heads.unembedded(chunk_states, unembedding)  # (chunk, K, V')
         else:
-            logits = heads(part, unembedding, behind)
+            logits = heads(chunk_states, unembedding, chunk_path)
         guesses = heads.token_ids(logits.topk(min(max_rank, logits.shape[-1]), dim=-1).indices)
         is_right = guesses.cpu() == tokens[..., None]
-        found = torch.where(is_right.any(dim=-1), is_right.int().argmax(dim=-1), MISS)
-        ranks.append(found.masked_fill(tokens == UNKNOWN, UNKNOWN).to(torch.int16))
+        chunk_ranks = torch.where(is_right.any(dim=-1), is_right.int().argmax(dim=-1), MISS)
+        ranks.append(chunk_ranks.masked_fill(tokens == UNKNOWN, UNKNOWN).to(torch.int16))
     return torch.cat(ranks)

@@ -47,8 +47,15 @@ class LayerConfig:
     """Positions that the base was made for."""
 
     def __post_init__(self) -> None:
-        sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
-        check_counts(self, MAX_SIZE, *sizes)
+        check_counts(
+            self,
+            MAX_SIZE,
+            "hidden_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "intermediate_size",
+        )
         check_counts(self, 2**40, "max_position_embeddings")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -65,15 +72,16 @@ class LayerConfig:
     def of_base(cls, base: CausalLM, intermediate_size: int = 0, **options: Any) -> Self:
         """The layer with ``base``'s attention heads, rotary embedding and feed-forward size, or another one
         where ``intermediate_size`` is not 0; ``options`` are other fields."""
-        text, size = base.config.get_text_config(decoder=True), hidden_size(base)
+        text = base.config.get_text_config(decoder=True)
+        size = hidden_size(base)
         heads = text.num_attention_heads
-        wide = intermediate_size or getattr(text, "intermediate_size", None)
+        feed_forward = intermediate_size or getattr(text, "intermediate_size", None)
         return cls(
             hidden_size=size,
             num_attention_heads=heads,
             num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or size // heads,
-            intermediate_size=wide if isinstance(wide, int) else 4 * size,
+            intermediate_size=feed_forward if isinstance(feed_forward, int) else 4 * size,
             rms_norm_eps=getattr(text, "rms_norm_eps", None) or 1e-5,
             rope_parameters=_rope_of(text),
             max_position_embeddings=getattr(text, "max_position_embeddings", None) or 2048,
@@ -85,7 +93,8 @@ def _check_rope(parameters: Any) -> None:
     """Raise ValueError unless ``parameters`` describe a rotary embedding that a layer can have."""
     if not isinstance(parameters, Mapping):
         raise ValueError(f"rope_parameters must be an object, got {parameters!r:.200}")
-    theta, kind = parameters.get("rope_theta"), parameters.get("rope_type")
+    theta = parameters.get("rope_theta")
+    kind = parameters.get("rope_type")
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r:.100}")
     if not isinstance(theta, (int, float)) or isinstance(theta, bool) or not theta > 0:
@@ -94,12 +103,12 @@ def _check_rope(parameters: Any) -> None:
 
 def _rope_of(text: Any) -> dict[str, Any]:
     """The rotary settings of a text configuration: for full attention where layers differ."""
-    given = getattr(text, "rope_parameters", None) or {}
-    given = given.get("full_attention", given)
-    theta = given.get("rope_theta", DEFAULT_THETA)
-    if given.get("rope_type", "default") not in ROPE_TYPES[1:]:
+    parameters = getattr(text, "rope_parameters", None) or {}
+    parameters = parameters.get("full_attention", parameters)
+    theta = parameters.get("rope_theta", DEFAULT_THETA)
+    if parameters.get("rope_type", "default") not in ROPE_TYPES[1:]:
         return {"rope_type": "default", "rope_theta": theta}
-    return {"rope_theta": theta, **{key: value for key, value in given.items() if value is not None}}
+    return {"rope_theta": theta, **{key: value for key, value in parameters.items() if value is not None}}
 
 
 class CausalLayer(nn.Module):
@@ -108,7 +117,8 @@ class CausalLayer(nn.Module):
     def __init__(self, config: LayerConfig, norm_before_residual: bool = False):
         """``norm_before_residual``: the residual is the normed feature, and not the feature."""
         super().__init__()
-        size, self.norm_before_residual = config.hidden_size, norm_before_residual
+        self.norm_before_residual = norm_before_residual
+        size = config.hidden_size
         llama = LlamaConfig(
             hidden_size=size,
             intermediate_size=config.intermediate_size,

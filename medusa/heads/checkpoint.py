@@ -46,12 +46,10 @@ from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import TunedTree, tree_from_json, tuned_from_json
 
 _FORMAT_VERSION = 2
-CONFIG_FILE, WEIGHTS_FILE, TREE_FILE, PROVENANCE_FILE = (
-    "config.json",
-    "model.safetensors",
-    "tree.json",
-    "provenance.json",
-)
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+TREE_FILE = "tree.json"
+PROVENANCE_FILE = "provenance.json"
 _ADAPTER = "adapter"
 ADAPTER_CONFIG_FILE = f"{_ADAPTER}/adapter_config.json"
 _ADAPTER_WEIGHTS_FILE = f"{_ADAPTER}/adapter_model.safetensors"
@@ -64,7 +62,8 @@ HEADS_FILES = (
     _ADAPTER_WEIGHTS_FILE,
 )
 """All files of a heads directory."""
-FINGERPRINT, TEMPLATE = "base_fingerprint", "template_options"
+FINGERPRINT = "base_fingerprint"
+TEMPLATE = "template_options"
 HEADS_LAYOUT = Layout(
     "a heads directory",
     HEADS_FILES,
@@ -135,7 +134,10 @@ class HeadsCheckpoint:
             warn_of_another_base(self.fingerprint, base, self.base_model)
         else:
             check_heads_fit(self.heads, base)
-            (check_carries if is_shared else apply_adapter)(base, self.adapter)
+            if is_shared:
+                check_carries(base, self.adapter)
+            else:
+                apply_adapter(base, self.adapter)
 
 
 def save_heads(
@@ -206,15 +208,16 @@ def load_heads(
     heads = _read_module(directory, raw, device)
     tree, tuned, tree_origin = _read_trees(directory, heads)
     options = raw.get(TEMPLATE, [])
-    if not isinstance(options, list) or not all(isinstance(each, dict) for each in options):
+    if not isinstance(options, list) or not all(isinstance(option_set, dict) for option_set in options):
         raise ValueError(
             f"{directory / CONFIG_FILE}: {TEMPLATE} must be a list of objects, got {reprlib.repr(options)}"
         )
+    provenance_path = directory / PROVENANCE_FILE
     return HeadsCheckpoint(
         heads=heads,
         base_model=raw.get("base_model", ""),
         tree=tree,
-        provenance=read_json(directory / PROVENANCE_FILE) if (directory / PROVENANCE_FILE).exists() else {},
+        provenance=read_json(provenance_path) if provenance_path.exists() else {},
         tuned=tuned,
         adapter=_read_adapter(directory, raw, device),
         tree_origin=tree_origin,
@@ -247,7 +250,7 @@ def save_tree(
     """
     path = Path(directory) / TREE_FILE
     entries = {"tuned": [entry.as_json() for entry in tuned]} if tuned else {}
-    write_json(path, {"paths": [list(p) for p in tree.paths], **origin, **entries})
+    write_json(path, {"paths": [list(rank_path) for rank_path in tree.paths], **origin, **entries})
     return path
 
 
@@ -261,24 +264,25 @@ def check_heads_fit_source(heads: Heads, source: BaseSource) -> None:
     """As :func:`check_heads_fit`, for a base that is not loaded: what its configuration does not say is not
     compared."""
     for name in ("hidden_size", "vocab_size"):
-        theirs, ours = getattr(heads.config, name), getattr(source, name)
-        if None not in (theirs, ours) and theirs != ours:
+        heads_size = getattr(heads.config, name)
+        base_size = getattr(source, name)
+        if None not in (heads_size, base_size) and heads_size != base_size:
             raise ValueError(
-                f"heads were trained for {name}={theirs}, base model {source.name!r} has {ours}; load the "
-                "base model that the heads were trained on, or give heads=None (--heads none)"
+                f"heads were trained for {name}={heads_size}, base model {source.name!r} has {base_size}; "
+                "load the base model that the heads were trained on, or give heads=None (--heads none)"
             )
 
 
 def check_sizes(base: CausalLM, size: int, vocabulary: int | None, what: str, advice: str) -> None:
     """Raise ValueError unless heads of these sizes can sit on ``base``; None are heads without rows. The
     message says ``what`` has other sizes, and the ``advice``."""
-    for name, theirs, ours in (
+    for name, heads_size, base_size in (
         ("hidden_size", size, hidden_size(base)),
         ("vocab_size", vocabulary, vocab_size(base)),
     ):
-        if theirs is not None and theirs != ours:
+        if heads_size is not None and heads_size != base_size:
             raise ValueError(
-                f"{what} for {name}={theirs}, base model {base.name_or_path!r} has {ours}; {advice}"
+                f"{what} for {name}={heads_size}, base model {base.name_or_path!r} has {base_size}; {advice}"
             )
 
 
@@ -308,10 +312,11 @@ def heads_directory(source: str | Path, **hub: Any) -> Path:
     shipped = shipped_heads()
     if not Path(source).is_dir() and str(source) in shipped:
         return shipped[str(source)]
-    advice = "train one with `medusa train`, or give a hub id of the form owner/name, or one of those "
-    return hub_directory(
-        source, HEADS_FILES, "heads directory", f"{advice}that ship: {', '.join(shipped)}", **hub
+    advice = (
+        "train one with `medusa train`, or give a hub id of the form owner/name, or one of those that ship: "
+        + ", ".join(shipped)
     )
+    return hub_directory(source, HEADS_FILES, "heads directory", advice, **hub)
 
 
 def weights_digest(source: str | Path) -> str:
@@ -340,7 +345,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
     """The module that ``raw``, the config.json, describes, with the weights of the directory."""
-    config_path, path = directory / CONFIG_FILE, directory / WEIGHTS_FILE
+    config_path = directory / CONFIG_FILE
+    path = directory / WEIGHTS_FILE
     kind = raw.get("kind", "medusa")
     if kind not in list(KINDS):  # a value from a file may not be hashable
         known = " or ".join(map(repr, KINDS))
@@ -354,30 +360,36 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
     config = _strict_config(config_type, raw, config_path)
     with torch.device("meta"):
         heads = module(config)
-    shapes = {name: each.shape for name, each in heads.state_dict().items()}
-    loaded = _read_weights(path, raw, shapes)
+    shapes = {name: tensor.shape for name, tensor in heads.state_dict().items()}
     weights = {
-        name: each.to(device, torch.float32 if each.is_floating_point() else None)
-        for name, each in loaded.items()
+        name: tensor.to(device, torch.float32 if tensor.is_floating_point() else None)
+        for name, tensor in _read_weights(path, raw, shapes).items()
     }
     if isinstance(config, HeadsConfig):
-        blocks = [match for match in map(_BLOCK_TENSOR.match, weights) if match]
-        for counted, key in (("num_heads", "head"), ("num_layers", "layer")):
-            count = len({block[key] for block in blocks})
-            if getattr(config, counted) != count:
-                raise ValueError(
-                    f"{config_path} says {counted}={getattr(config, counted)}, {WEIGHTS_FILE} holds {count}; "
-                    "the two files do not belong together"
-                )
+        _check_counts(config, weights, config_path)
     what = f"{config.unembedding!r} heads" if isinstance(config, HeadsConfig) else f"an {kind!r} head"
     check_tensors(weights, shapes, what, path)
-    if (size := config.token_map_size) is not None:
+    if config.token_map_size is not None:
         try:
-            weights["token_map"] = checked_token_map(config.vocab_size, size, weights["token_map"])
+            weights["token_map"] = checked_token_map(
+                config.vocab_size, config.token_map_size, weights["token_map"]
+            )
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
     heads.load_state_dict(weights, assign=True)
     return heads
+
+
+def _check_counts(config: HeadsConfig, weights: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Raise ValueError unless there are weights of as many heads and layers as ``config`` says."""
+    blocks = [match for match in map(_BLOCK_TENSOR.match, weights) if match]
+    for name, key in (("num_heads", "head"), ("num_layers", "layer")):
+        count = len({block[key] for block in blocks})
+        if getattr(config, name) != count:
+            raise ValueError(
+                f"{path} says {name}={getattr(config, name)}, {WEIGHTS_FILE} holds {count}; "
+                "the two files do not belong together"
+            )
 
 
 def _read_weights(
@@ -406,14 +418,15 @@ def _read_weights(
 
 def _strict_config(config_type: type[Any], raw: Mapping[str, Any], path: Path) -> Any:
     """The module's configuration in a config.json."""
-    known = {f.name for f in fields(config_type)}
+    known = {field.name for field in fields(config_type)}
     values = {key: value for key, value in raw.items() if key not in _HEADER_KEYS}
     for key in values:
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1)
             advice = f"did you mean {nearest[0]!r}?" if nearest else f"known are {sorted(known)}"
             raise ValueError(f"{path} has unknown key {key!r}; {advice}")
-    missing = [f.name for f in fields(config_type) if f.default is MISSING and f.name not in values]
+    required = [field.name for field in fields(config_type) if field.default is MISSING]
+    missing = [name for name in required if name not in values]
     if missing:
         raise ValueError(f"{path} must say {' and '.join(missing)}; copy or train it again")
     try:
@@ -424,21 +437,23 @@ def _strict_config(config_type: type[Any], raw: Mapping[str, Any], path: Path) -
 
 def _read_fingerprint(directory: Path, raw: Mapping[str, Any]) -> BaseFingerprint | None:
     """The fingerprint of the base in ``raw``, the config.json; None where it holds none."""
-    value, path = raw.get(FINGERPRINT), directory / CONFIG_FILE
-    return None if value is None else BaseFingerprint.from_json(value, f"{path}: {FINGERPRINT}")
+    if raw.get(FINGERPRINT) is None:
+        return None
+    return BaseFingerprint.from_json(raw[FINGERPRINT], f"{directory / CONFIG_FILE}: {FINGERPRINT}")
 
 
 def _write_adapter(directory: Path, adapter: Adapter) -> None:
+    """Write ``adapter`` into a heads directory, as peft would."""
     (directory / _ADAPTER).mkdir()
     write_json(directory / ADAPTER_CONFIG_FILE, adapter.config)
-    weights = {name: each.detach().cpu().contiguous() for name, each in adapter.weights.items()}
+    weights = {name: weight.detach().cpu().contiguous() for name, weight in adapter.weights.items()}
     save_file(weights, directory / _ADAPTER_WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def _read_adapter(directory: Path, raw: Mapping[str, Any], device: str) -> Adapter | None:
     """The adapter that ``raw``, the config.json, speaks of; the two must agree whether there is one."""
-    value, is_there = raw.get(_ADAPTER), (directory / _ADAPTER).is_dir()
-    if value is None and is_there:
+    value = raw.get(_ADAPTER)
+    if value is None and (directory / _ADAPTER).is_dir():
         raise ValueError(
             f"{directory / _ADAPTER} holds an adapter that {CONFIG_FILE} does not speak of; the files do not "
             "belong together"
@@ -456,7 +471,7 @@ def _read_adapter(directory: Path, raw: Mapping[str, Any], device: str) -> Adapt
             f"{directory / ADAPTER_CONFIG_FILE} must say peft_type='LORA', got {config.get('peft_type')!r}"
         )
     weights = read_tensors(directory / _ADAPTER_WEIGHTS_FILE)
-    on_device = {name: each.to(device) for name, each in weights.items()}
+    on_device = {name: weight.to(device) for name, weight in weights.items()}
     return Adapter(config, on_device, _read_fingerprint(directory, raw))
 
 
@@ -470,10 +485,11 @@ def _read_trees(
     raw = read_json(path)
     if "paths" not in raw:
         raise ValueError(f"{path} must hold 'paths', lists of ranks, got {sorted(raw)}")
-    tree, tuned = tree_from_json(raw["paths"], str(path)), tuned_from_json(raw.get("tuned", []), str(path))
-    for each in (tree, *(entry.tree for entry in tuned)):
+    tree = tree_from_json(raw["paths"], str(path))
+    tuned = tuned_from_json(raw.get("tuned", []), str(path))
+    for any_tree in (tree, *(entry.tree for entry in tuned)):
         try:
-            check_tree_fits(each, heads)
+            check_tree_fits(any_tree, heads)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
     return tree, tuned, {key: value for key, value in raw.items() if key not in ("paths", "tuned")}

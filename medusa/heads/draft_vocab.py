@@ -72,9 +72,10 @@ class DraftVocab(nn.Module):
         Raises:
             ValueError: there is no place for some of them.
         """
-        kept = {name: weight for name, weight in other.state_dict().items() if name != "token_map"}
+        weights = {name: weight for name, weight in other.state_dict().items() if name != "token_map"}
         # not strict: what ``other`` has no layer for stays untrained
-        if left_over := self.load_state_dict(kept, strict=False).unexpected_keys:
+        left_over = self.load_state_dict(weights, strict=False).unexpected_keys
+        if left_over:
             raise ValueError(
                 f"there is no place for the weights {left_over}; start from heads of these sizes"
             )

@@ -78,11 +78,12 @@ class Eagle3Config(LayerConfig):
             ValueError: the base has too few layers for the default, or its token embeddings have another size
                 than its hidden states.
         """
-        size, embedded = hidden_size(base), base.get_input_embeddings().weight.shape[1]
-        if embedded != size:
+        size = hidden_size(base)
+        embedding_size = base.get_input_embeddings().weight.shape[1]
+        if embedding_size != size:
             raise ValueError(
                 f"an EAGLE-3 head needs token embeddings of the size of the hidden states, {size}; those of "
-                f"{base.name_or_path!r} have {embedded}: train head_kind=medusa"
+                f"{base.name_or_path!r} have {embedding_size}: train head_kind=medusa"
             )
         layers = tuple(fused_layers or default_layers(base))
         return super().of_base(
@@ -113,7 +114,8 @@ class Eagle3Head(AutoregressiveHead):
 
     def __init__(self, config: Eagle3Config, token_map: Sequence[int] | Tensor | None = None):
         super().__init__(config, token_map)
-        size, num_layers = config.hidden_size, len(config.fused_layers)
+        size = config.hidden_size
+        num_layers = len(config.fused_layers)
 
         def norm(width: int = size) -> nn.RMSNorm:
             return nn.RMSNorm(width, eps=config.rms_norm_eps)

@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from medusa.base.causal_lm import CausalLM, HasQuantisedRows, embedding_rows, embedding_weight, lm_head
 from medusa.options import differences
 
-SAMPLE_ROWS, SAMPLE_COLUMNS = 16, 4
-"""Number of sampled rows of the LM head, spread over the vocabulary, and of first columns of each."""
+SAMPLE_ROWS = 16
+"""Number of sampled rows of the LM head, spread over the vocabulary."""
+SAMPLE_COLUMNS = 4
+"""Number of first columns of each."""
 TOLERANCE = 0.01
 """Relative distance of two samples. bfloat16 rounds by 0.2 %, 8-bit blocks of a GGUF file by 0.5 %; another
 model is 140 % away, and a fine-tuned one as far as its LM head has moved."""
 QUANTISED_TOLERANCE = 0.2
-"""The same where one of the two is a quantised file: four bits move a weight by up to a tenth."""
+"""The distance where one of the two is a quantised file: four bits move a weight by up to a tenth."""
 CONFIGURATION_KEYS = (
     "model_type",
     "num_hidden_layers",
@@ -54,11 +56,13 @@ class BaseFingerprint:
         config = base.config.get_text_config(decoder=True)
         recorded = {key: getattr(config, key, None) for key in CONFIGURATION_KEYS}
         known = {key: value for key, value in recorded.items() if isinstance(value, (int, str))}
-        head, sample = lm_head(base), None
+        head = lm_head(base)
         is_quantised = isinstance(head, HasQuantisedRows)
-        if (values := _sampled_rows(head)) is not None:
-            sample = tuple(float(f"{value:.6g}") for value in values[:, :SAMPLE_COLUMNS].flatten().tolist())
-        return cls(sample, known, is_quantised)
+        rows = _sampled_rows(head)
+        if rows is None:
+            return cls(None, known, is_quantised)
+        values = rows[:, :SAMPLE_COLUMNS].flatten().tolist()
+        return cls(tuple(float(f"{value:.6g}") for value in values), known, is_quantised)
 
     def as_json(self) -> dict[str, Any]:
         """The form that :meth:`from_json` reads."""
@@ -75,11 +79,11 @@ class BaseFingerprint:
         Raises:
             ValueError: it is something else.
         """
-        recorded = raw if isinstance(raw, dict) else {"sample": ()}
-        sample: Any
-        sample, configuration = recorded.get("sample"), recorded.get("configuration", {})
+        recorded = raw if isinstance(raw, dict) else {"sample": ()}  # which is no sample
+        sample: Any = recorded.get("sample")
+        configuration = recorded.get("configuration", {})
         is_listed = isinstance(sample, list) and len(sample) > 0
-        is_sample = is_listed and all(type(each) in (int, float) and abs(each) < 1e30 for each in sample)
+        is_sample = is_listed and all(type(value) in (int, float) and abs(value) < 1e30 for value in sample)
         if not (sample is None or is_sample) or not isinstance(configuration, dict):
             raise ValueError(
                 f"{origin} must hold a sample, null or a list of numbers, and a configuration, an object; "
@@ -90,15 +94,17 @@ class BaseFingerprint:
 
     def difference(self, base: CausalLM) -> str | None:
         """How ``base`` is another model, in words; None where nothing speaks for that."""
-        ours = BaseFingerprint.of(base)
-        known = self.configuration.keys() & ours.configuration.keys()
-        differing = differences(*({key: each.configuration[key] for key in known} for each in (self, ours)))
+        other = BaseFingerprint.of(base)
+        known = self.configuration.keys() & other.configuration.keys()
+        differing = differences(
+            {key: self.configuration[key] for key in known}, {key: other.configuration[key] for key in known}
+        )
         if differing:
             return differing[0]
-        if self.sample is None or ours.sample is None or len(self.sample) != len(ours.sample):
-            return None
-        distance = math.dist(self.sample, ours.sample) / max(math.hypot(*self.sample), 1e-12)
-        is_rounded = self.is_quantised or ours.is_quantised
+        if self.sample is None or other.sample is None or len(self.sample) != len(other.sample):
+            return None  # nothing to compare
+        distance = math.dist(self.sample, other.sample) / max(math.hypot(*self.sample), 1e-12)
+        is_rounded = self.is_quantised or other.is_quantised
         if distance <= (QUANTISED_TOLERANCE if is_rounded else TOLERANCE):
             return None
         return f"its LM head is {distance:.1%} away from theirs"

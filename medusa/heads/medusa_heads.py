@@ -1,11 +1,10 @@
 """The Medusa heads: last hidden state in, one row of logits per depth out.
 
-Head d (d = 1 .. K) reads the hidden state that the base model's own LM head reads at
-position t and scores the token at t + d + 1. A head is residual blocks followed by an
-unembedding. A head may also read the path it continues, the d tokens t + 1 .. t + d; heads that do are
-sequentially dependent (Hydra, arXiv 2402.05109). It may read the states of earlier layers beside the last
-(as EAGLE-3 does, arXiv 2503.01840): :meth:`MedusaHeads.fuse` makes one of them, once for all heads. This
-module knows nothing of trees or files.
+Head d (d = 1 .. K) reads the hidden state that the base model's own LM head reads at position t and scores
+the token at t + d + 1. A head is residual blocks followed by an unembedding. A head may also read the path it
+continues, the d tokens t + 1 .. t + d; heads that do are sequentially dependent (Hydra, arXiv 2402.05109). It
+may read the states of earlier layers beside the last (as EAGLE-3 does, arXiv 2503.01840):
+:meth:`MedusaHeads.fuse` makes one of them, once for all heads. This module knows nothing of trees or files.
 
 Shapes: D hidden, V vocabulary, K heads, L fused layers, V' scored tokens (V, or fewer with a token map).
 """
@@ -44,8 +43,8 @@ class HeadsConfig:
     num_layers: int = 1
     """Residual blocks per head."""
     unembedding: Unembedding = "shared"
-    """shared: the base's own LM head. full: a (V, D) copy per head. token_map: the base's rows for
-    the tokens in the map only."""
+    """shared: the base's own LM head. full: a (V, D) copy per head. token_map: the base's rows for the tokens
+    in the map only."""
     token_map_size: int | None = None
     """V' of token_map."""
     reads_path: bool = False
@@ -93,8 +92,8 @@ class _ResidualBlock(nn.Module):
 class MedusaHeads(DraftVocab):
     """K heads over a frozen base model's LM head.
 
-    The base's LM head is never a part of this module: callers pass it to :meth:`forward`,
-    so it is neither trained nor saved nor copied. Heads that read their path see its tokens as rows of it.
+    The base's LM head is never a part of this module: callers pass it to :meth:`forward`, so it is neither
+    trained nor saved nor copied. Heads that read their path see its tokens as rows of it.
     """
 
     def __init__(self, config: HeadsConfig, token_map: Sequence[int] | Tensor | None = None):
@@ -160,8 +159,10 @@ class MedusaHeads(DraftVocab):
         first."""
         if not self.config.fused_layers:
             return hidden
-        hidden, size = self._typed(hidden), self.config.hidden_size
-        last, below = hidden[..., :size], hidden[..., size:] / self.layer_scale
+        hidden = self._typed(hidden)
+        size = self.config.hidden_size
+        last = hidden[..., :size]
+        below = hidden[..., size:] / self.layer_scale
         below = F.rms_norm(below.unflatten(-1, (-1, size)), (size,)).flatten(-2)
         return last + self.fusion(below)
 
@@ -174,19 +175,24 @@ class MedusaHeads(DraftVocab):
         its LM head is left out: it does not change the order of guesses.
         """
         rows = self._rows_of_path(path, lm_head)
-        seen = [None if rows is None else rows[..., : k + 1, :] for k in range(self.num_heads)]
-        features = [self._features_of(k, hidden, each) for k, each in enumerate(seen)]
+        features = []
+        for index in range(self.num_heads):
+            path_rows = None if rows is None else rows[..., : index + 1, :]
+            features.append(self._features_of(index, hidden, path_rows))
         if self.config.unembedding == "full":
-            per_head = [F.linear(*each) for each in zip(features, self.unembed, strict=True)]
-            return self._scaled(torch.stack(per_head, dim=-2))
+            logits = [
+                F.linear(head_features, head_rows)
+                for head_features, head_rows in zip(features, self.unembed, strict=True)
+            ]
+            return self._scaled(torch.stack(logits, dim=-2))
         return self._scaled(self.unembedded(torch.stack(features, dim=-2), lm_head))
 
     def logits_of(self, index: int, hidden: Tensor, lm_head: nn.Module, path: Tensor | None = None) -> Tensor:
         """Logits of one head, at ``index`` (from 0): hidden (..., D), :meth:`fuse`'d -> (..., V').
 
         ``path`` (..., index + 1) long are the tokens after the hidden state's own, for heads that read them.
-        Reads the parameters of that head and of no other, so training can go head by head and never
-        hold the logits of all.
+        Reads the parameters of that head and of no other, so training can go head by head and never hold the
+        logits of all.
         """
         features = self._features_of(index, hidden, self._rows_of_path(path, lm_head))
         if self.config.unembedding == "full":
@@ -197,10 +203,8 @@ class MedusaHeads(DraftVocab):
         return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
 
     def _rows_of_path(self, path: Tensor | None, lm_head: nn.Module) -> Tensor | None:
-        """Tokens (..., d) long as heads read them: rows of the LM head at unit size, (..., d, D).
-
-        None when these heads read no path.
-        """
+        """The tokens of ``path`` (..., d) long as heads read them: rows of the LM head at unit size, (..., d,
+        D). None when these heads read no path."""
         if not self.config.reads_path:
             return None
         if path is None:
@@ -219,6 +223,7 @@ class MedusaHeads(DraftVocab):
         return F.rms_norm(rows, rows.shape[-1:])
 
     def _features_of(self, index: int, hidden: Tensor, path_rows: Tensor | None) -> Tensor:
+        """The features (..., D) that the head at ``index`` unembeds."""
         hidden = self._typed(hidden)
         if path_rows is not None:
             hidden = hidden + self._read_path(index, path_rows.flatten(-2))
@@ -232,5 +237,5 @@ class MedusaHeads(DraftVocab):
 
     def parameters_of(self, index: int) -> list[nn.Parameter]:
         """The parameters that :meth:`logits_of` reads."""
-        lists = [getattr(self, name) for name in ("unembed", "paths") if hasattr(self, name)]
-        return [*self.blocks[index].parameters(), *(each[index] for each in lists)]
+        by_head = [getattr(self, name) for name in ("unembed", "paths") if hasattr(self, name)]
+        return [*self.blocks[index].parameters(), *(parameters[index] for parameters in by_head)]

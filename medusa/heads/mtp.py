@@ -94,15 +94,18 @@ class MtpConfig:
         Raises:
             ValueError: it has none, or they need other masks than full attention.
         """
-        if missing := mtp_unsupported_reason(base):
+        missing = mtp_unsupported_reason(base)
+        if missing:
             raise ValueError(f"multi-token prediction needs {missing}")
         text = copy.deepcopy(base.config.get_text_config(decoder=True))
         text.num_mtp_layers = num_layers = num_mtp_layers(text)
         for name in ("layer_types", "mlp_layer_types"):  # one for each layer, where the base says any
-            if (kinds := getattr(text, name, None)) and getattr(text, f"mtp_{name}", None) is None:
+            kinds = getattr(text, name, None)
+            if kinds and getattr(text, f"mtp_{name}", None) is None:
                 kind = "full_attention" if name == "layer_types" else kinds[-1]
                 setattr(text, f"mtp_{name}", [kind] * num_layers)
-        if others := set(getattr(text, "mtp_layer_types", None) or ()) - {"full_attention"}:
+        others = set(getattr(text, "mtp_layer_types", None) or ()) - {"full_attention"}
+        if others:
             raise ValueError(
                 f"the layers for multi-token prediction of {type(base).__name__} are of kind "
                 f"{', '.join(sorted(others))}, and medusa runs only full attention; train heads for it"
@@ -121,7 +124,8 @@ class MtpHead(AutoregressiveHead):
 
     def __init__(self, config: MtpConfig, token_map: Sequence[int] | Tensor | None = None):
         super().__init__(config, token_map)
-        if (modules := _modules()) is None:
+        modules = _modules()
+        if modules is None:
             raise ValueError(f"heads of kind 'mtp' need {_NEEDED}")
         base = without_weights(config.base_config)
         self.layers = modules(base, base.config.num_mtp_layers).layers
@@ -142,13 +146,14 @@ class MtpHead(AutoregressiveHead):
         cache: Any = None,
         layer: int = 0,
     ) -> Drafted:
-        run: Any = self.layers[layer]
+        module: Any = self.layers[layer]
         if position_ids is None:
             position_ids = torch.arange(features.shape[1], device=features.device)[None]
         position_ids = position_ids + 1  # the position of the joined token
-        features, embeddings = (each.to(run.eh_proj.weight.dtype) for each in (features, next_embeddings))
-        states = run(
-            embeddings,
+        dtype = module.eh_proj.weight.dtype
+        features = features.to(dtype)
+        states = module(
+            next_embeddings.to(dtype),
             features,
             position_embeddings=self.rotary_emb(features, position_ids),
             attention_mask=attention_mask,
@@ -169,20 +174,22 @@ def own_head(
     """
     with torch.device("meta"):
         head = MtpHead(MtpConfig.of_base(base, max_depth, **options))
-    stored = without_weights(head.config.base_config)
-    stored.config.name_or_path, stored.config.dtype = str(source or base.name_or_path), base.dtype
+    files_base = without_weights(head.config.base_config)  # says to transformers what to read, and where
+    files_base.config.name_or_path = str(source or base.name_or_path)
+    files_base.config.dtype = base.dtype
     # transformers knows the numbers of these layers for some bases only
-    first, known = stored.config.num_hidden_layers, stored._keys_to_ignore_on_load_unexpected or ()
+    first = files_base.config.num_hidden_layers
+    known = files_base._keys_to_ignore_on_load_unexpected or ()
     numbered = [rf"(^|\.)layers\.{number}\." for number in range(first, first + head.num_layers)]
-    stored._keys_to_ignore_on_load_unexpected = [*known, *numbered]
+    files_base._keys_to_ignore_on_load_unexpected = [*known, *numbered]
     try:
-        loaded = _modules().from_pretrained(stored)
+        mtp_model = _modules().from_pretrained(files_base)
     except (OSError, RuntimeError) as error:
         raise ValueError(
-            f"the files of {stored.config.name_or_path!r} do not hold the layers for multi-token prediction "
-            f"that the configuration speaks of; train heads for this base: {error}"
+            f"the files of {files_base.config.name_or_path!r} do not hold the layers for multi-token "
+            f"prediction that the configuration speaks of; train heads for this base: {error}"
         ) from error
-    head.layers.load_state_dict(loaded.layers.state_dict(), assign=True)
+    head.layers.load_state_dict(mtp_model.layers.state_dict(), assign=True)
     return head
 
 

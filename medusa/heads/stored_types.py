@@ -30,6 +30,7 @@ def stored(state: Mapping[str, Tensor], dtype: torch.dtype | GroupType | None) -
 
 
 def _stored(tensor: Tensor, dtype: torch.dtype | GroupType | None) -> Tensor:
+    """One tensor as it is written."""
     if dtype is None or not tensor.is_floating_point():
         return tensor
     if isinstance(dtype, torch.dtype):
@@ -64,13 +65,15 @@ def widened(rows: Tensor, dtype: str, shape: torch.Size) -> Tensor:
 
 
 def _in_eight_bits(numbers: Tensor) -> Tensor:
+    """The bytes of ``numbers`` (N, D) float32 in Q8_0."""
     from gguf import GGMLQuantizationType, quants
 
     return torch.from_numpy(quants.quantize(numbers.numpy(), GGMLQuantizationType.Q8_0))
 
 
 def _in_four_bits(numbers: Tensor) -> Tensor:
-    """Q4_0, with the scale of each group that has the least square error, of those around the usual one.
+    """The bytes of ``numbers`` (N, D) float32 in Q4_0, with the scale of each group that has the least square
+    error, of those around the usual one.
 
     The usual scale maps the number of the largest size to -8.
     """

@@ -52,8 +52,10 @@ def read_tensors(
     """
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; the directory is incomplete, download it again")
-    read = _read_safetensors if path.suffix == ".safetensors" else _read_pickle
-    tensors = read(path, wanted)
+    if path.suffix == ".safetensors":
+        tensors = _read_safetensors(path, wanted)
+    else:
+        tensors = _read_pickle(path, wanted)
     for name, tensor in tensors.items():
         _check_plain(path, name, tensor)
         if tensor.dtype not in READABLE_TYPES and (tensor.is_floating_point() or name not in integers):
@@ -82,9 +84,11 @@ def check_tensors(
 
     ``what`` and ``where`` describe the tensors in the message, which names the first wrong one.
     """
-    if missing := [name for name in shapes if name not in held]:
+    missing = [name for name in shapes if name not in held]
+    if missing:
         raise ValueError(f"{where} lacks {_listed(missing)}, of {what}; the file is incomplete, get it again")
-    if extra := [name for name in held if name not in shapes]:
+    extra = [name for name in held if name not in shapes]
+    if extra:
         raise ValueError(
             f"{where} holds tensors that are no part of {what}: {_listed(extra)}; they would be left "
             "out. Get the file of such heads"
@@ -128,11 +132,12 @@ def _check_plain(path: Path, name: str, tensor: Tensor) -> None:
         raise ValueError(
             f"{path}: tensor {name!r} must be a plain one, got a {kind} tensor; save it as a dense tensor"
         )
-    asked, held = tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes()
-    if asked > held:
+    num_bytes = tensor.numel() * tensor.itemsize
+    bytes_in_file = tensor.untyped_storage().nbytes()
+    if num_bytes > bytes_in_file:
         raise ValueError(
-            f"{path}: tensor {name!r} repeats {held:,} bytes to {asked:,} (shape {tuple(tensor.shape)}, "
-            f"strides {tensor.stride()}); save its contiguous() copy"
+            f"{path}: tensor {name!r} repeats {bytes_in_file:,} bytes to {num_bytes:,} (shape "
+            f"{tuple(tensor.shape)}, strides {tensor.stride()}); save its contiguous() copy"
         )
 
 
@@ -146,17 +151,20 @@ def read_model_tensors(
         FileNotFoundError: there is no weights file, or a shard is missing.
         ValueError: as :func:`read_tensors`, or a shard lacks a tensor that the index says it holds.
     """
-    by_file = model_files(directory)
-    found: dict[str, tuple[Path, Tensor]] = {}
-    for path, names in by_file.items():
-        listed = None if names is None else {name for name in names if wanted(name)}
-        if listed is not None and not listed:
-            continue
-        tensors = read_tensors(path, wanted if listed is None else listed.__contains__, integers)
-        if listed is not None and (missing := sorted(listed - tensors.keys())):
-            raise ValueError(f"{path} lacks {missing}, which the index says it holds; download it again")
-        found |= {name: (path, tensor) for name, tensor in tensors.items()}
-    return found
+    tensors: dict[str, tuple[Path, Tensor]] = {}
+    for path, names in model_files(directory).items():
+        if names is None:  # no index says what the file holds
+            in_file = read_tensors(path, wanted, integers)
+        else:
+            listed = {name for name in names if wanted(name)}
+            if not listed:
+                continue
+            in_file = read_tensors(path, listed.__contains__, integers)
+            missing = sorted(listed - in_file.keys())
+            if missing:
+                raise ValueError(f"{path} lacks {missing}, which the index says it holds; download it again")
+        tensors |= {name: (path, tensor) for name, tensor in in_file.items()}
+    return tensors
 
 
 def model_files(directory: Path) -> dict[Path, list[str] | None]:
@@ -167,8 +175,8 @@ def model_files(directory: Path) -> dict[Path, list[str] | None]:
         ValueError: the index cannot be read.
     """
     for name in _INDEXES:
-        if (index := directory / name).exists():
-            return _indexed_files(index)
+        if (directory / name).exists():
+            return _indexed_files(directory / name)
     for name in _WHOLE_FILES:
         if (directory / name).exists():
             return {directory / name: None}
@@ -178,8 +186,9 @@ def model_files(directory: Path) -> dict[Path, list[str] | None]:
 
 
 def _indexed_files(index: Path) -> dict[Path, list[str] | None]:
+    """The files that an index lists, each with the names it holds."""
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(each, str) for each in weight_map.values()):
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{index} must hold weight_map, from tensor names to files; download it again")
     files: dict[Path, list[str] | None] = {}
     for shard in dict.fromkeys(weight_map.values()):
@@ -248,10 +257,11 @@ def _check_not_packed(path: Path) -> None:
         return
     try:
         with zipfile.ZipFile(path) as archive:
-            unpacked = sum(each.file_size for each in archive.infolist())
+            unpacked = sum(entry.file_size for entry in archive.infolist())
     except zipfile.BadZipFile as error:
         raise _damaged(path, error) from error
-    if unpacked > (size := path.stat().st_size):
+    size = path.stat().st_size
+    if unpacked > size:
         raise ValueError(
             f"{path} is packed, {size:,} bytes of {unpacked:,}, as torch.save packs none; write it again "
             "with torch.save, or as safetensors"

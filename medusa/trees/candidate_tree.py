@@ -47,22 +47,22 @@ class CandidateTree:
             ValueError: a rank is no int or negative, a path is named twice, a path's parent is missing, or
                 there are more than :data:`MAX_NODES`.
         """
-        given = list(paths)
-        _check_num_nodes(len(given))
-        wanted: set[RankPath] = set()
-        for each in given:
-            path = _rank_path(each)
-            if path in wanted:
+        listed = list(paths)
+        _check_num_nodes(len(listed))
+        nodes: set[RankPath] = set()
+        for ranks in listed:
+            path = _rank_path(ranks)
+            if path in nodes:
                 raise ValueError(f"a tree names each path once, got {_short(path)} more than once")
-            wanted.add(path)
-        wanted.add(())
-        for path in wanted:
-            if path and path[:-1] not in wanted:
+            nodes.add(path)
+        nodes.add(())
+        for path in nodes:
+            if path and path[:-1] not in nodes:
                 raise ValueError(
                     f"every path needs its parent in the tree: {_short(path)} is there, "
                     f"{_short(path[:-1])} is not; add the parent"
                 )
-        return cls(tuple(sorted(wanted, key=lambda path: (len(path), path))))
+        return cls(tuple(sorted(nodes, key=lambda path: (len(path), path))))
 
     @classmethod
     def chain(cls, depth: int) -> CandidateTree:
@@ -70,7 +70,7 @@ class CandidateTree:
         if depth < 0:
             raise ValueError(f"depth must be at least 0, got {depth}")
         _check_num_nodes(depth + 1)
-        return cls(tuple((0,) * d for d in range(depth + 1)))
+        return cls(tuple((0,) * length for length in range(depth + 1)))
 
     @property
     def num_nodes(self) -> int:
@@ -103,8 +103,8 @@ class CandidateTree:
     @cached_property
     def parents(self) -> tuple[int, ...]:
         """Index of each node's parent; the root is its own parent."""
-        index = {path: i for i, path in enumerate(self.paths)}
-        return tuple(index[path[:-1]] if path else 0 for path in self.paths)
+        node_of = {path: node for node, path in enumerate(self.paths)}
+        return tuple(node_of[path[:-1]] if path else 0 for path in self.paths)
 
     def subtree(self, max_depth: int) -> CandidateTree:
         """The nodes no deeper than ``max_depth``."""
@@ -112,7 +112,8 @@ class CandidateTree:
 
     def topology(self, device: torch.device | str = "cpu") -> TreeTopology:
         """The tree as tensors on ``device``, the same for all rows."""
-        parents, depths = sent(self.parents, device), sent([len(path) for path in self.paths], device)
+        parents = sent(self.parents, device)
+        depths = sent([len(path) for path in self.paths], device)
         return TreeTopology.from_parents(parents[None], depths[None], self.depth, self.is_chain)
 
 
@@ -122,6 +123,7 @@ def _check_num_nodes(num_nodes: int) -> None:
 
 
 def _rank_path(path: Sequence[int]) -> RankPath:
+    """``path`` as a tuple of ints; ValueError where it is no list of ranks."""
     try:
         ranks = tuple(map(operator.index, path))
     except TypeError as error:
@@ -164,18 +166,23 @@ class TreeTopology:
 
     def first(self, num_nodes: int) -> TreeTopology:
         """The trees of the first ``num_nodes`` nodes, whose parents must be among them."""
-        kept, is_chain = slice(num_nodes), self.is_chain or num_nodes == 1
-        depths, ancestors = self.depths[:, kept], self.ancestors[:, kept, kept]
+        nodes = slice(num_nodes)
+        depths = self.depths[:, nodes]
         # On a GPU a bound, since reading the maximum would wait for it.
         deepest = int(depths.max()) if depths.device.type == "cpu" else num_nodes - 1
-        lineage = self.lineage[:, kept, : deepest + 1]
-        return TreeTopology(self.parents[:, kept], depths, ancestors, lineage, is_chain)
+        return TreeTopology(
+            parents=self.parents[:, nodes],
+            depths=depths,
+            ancestors=self.ancestors[:, nodes, nodes],
+            lineage=self.lineage[:, nodes, : deepest + 1],
+            is_chain=self.is_chain or num_nodes == 1,
+        )
 
     @classmethod
     def from_parents(
         cls, parents: Tensor, depths: Tensor, max_depth: int, is_chain: bool = False
     ) -> TreeTopology:
-        """Topology of trees given by parents (R, N) long and depths (R, N) long, parents before children.
+        """The topology of trees with parents (R, N) long and depths (R, N) long, parents before children.
 
         ``is_chain`` is the caller's word: the tensors are not read on the host.
         """

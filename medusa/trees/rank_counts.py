@@ -131,11 +131,15 @@ class RankCounts:
         nodes = set(tree.paths)
         replayed = []
         for ranks in self.ranks:
-            rows, root, num_steps = ranks.tolist(), 0, 0
-            while root < len(rows) - 1:
-                path = _right_path(rows[root])
-                depth = next(d for d in range(len(path), -1, -1) if path[:d] in nodes)
-                num_steps, root = num_steps + 1, min(root + depth + 1, len(rows) - 1)
+            positions = ranks.tolist()
+            last = len(positions) - 1
+            root = 0
+            num_steps = 0
+            while root < last:
+                path = _right_path(positions[root])
+                accepted = next(depth for depth in range(len(path), -1, -1) if path[:depth] in nodes)
+                num_steps += 1
+                root = min(root + accepted + 1, last)
             replayed.append((num_steps, root))
         return replayed
 
@@ -164,5 +168,5 @@ class RankCounts:
 
 def _right_path(ranks: Sequence[int]) -> RankPath:
     """The ranks up to the first head that missed."""
-    depth = next((d for d, rank in enumerate(ranks) if rank < 0), len(ranks))
-    return tuple(ranks[:depth])
+    length = next((index for index, rank in enumerate(ranks) if rank < 0), len(ranks))
+    return tuple(ranks[:length])

@@ -23,7 +23,7 @@ DEFAULT_STEP = "general"
 
 @dataclass(frozen=True)
 class Runtime:
-    """The environment of decode steps."""
+    """The environment in which decode steps run."""
 
     device: str
     """The device, as :func:`medusa.hardware.device_name` names it."""
@@ -124,12 +124,14 @@ def tuned_from_json(entries: Any, origin: str) -> tuple[TunedTree, ...]:
     """
     if not isinstance(entries, list):
         raise ValueError(f"{origin}: tuned must be a list of entries, got {type(entries).__name__}")
-    trees = tuple(TunedTree.from_json(entry, f"{origin} tuned[{i}]") for i, entry in enumerate(entries))
+    trees = tuple(
+        TunedTree.from_json(entry, f"{origin} tuned[{index}]") for index, entry in enumerate(entries)
+    )
     seen: set[tuple[Runtime, str, int]] = set()
-    for i, tuned in enumerate(trees):
+    for index, tuned in enumerate(trees):
         if tuned.key in seen:
             raise ValueError(
-                f"{origin} tuned[{i}] is a second entry for {tuned.in_words()}; keep one of them"
+                f"{origin} tuned[{index}] is a second entry for {tuned.in_words()}; keep one of them"
             )
         seen.add(tuned.key)
     return trees
@@ -141,14 +143,18 @@ def for_runtime(trees: Iterable[TunedTree], runtime: Runtime) -> tuple[TunedTree
     by_step: dict[str, dict[Runtime, list[TunedTree]]] = {}
     for tuned in trees:
         by_step.setdefault(tuned.step, {}).setdefault(tuned.runtime, []).append(tuned)
-    found: list[TunedTree] = []
-    for of_step in by_step.values():
-        others = [
-            each for each in of_step if each.is_card and replace(each, device=runtime.device) == runtime
+    entries: list[TunedTree] = []
+    for by_runtime in by_step.values():
+        other_cards = [
+            other
+            for other in by_runtime
+            if other.is_card and replace(other, device=runtime.device) == runtime
         ]
-        source = others[0] if others and runtime.is_card and runtime not in of_step else runtime
-        found += of_step.get(source, ())
-    return tuple(sorted(found, key=lambda tuned: tuned.batch_size))
+        source = runtime
+        if runtime.is_card and runtime not in by_runtime and other_cards:
+            source = other_cards[0]
+        entries += by_runtime.get(source, ())
+    return tuple(sorted(entries, key=lambda tuned: tuned.batch_size))
 
 
 def chosen_for(trees: Sequence[TunedTree], batch_size: int, step: str = DEFAULT_STEP) -> CandidateTree | None:
@@ -164,12 +170,13 @@ def chosen_for(trees: Sequence[TunedTree], batch_size: int, step: str = DEFAULT_
     if not fitting:
         return None
     above = [tuned for tuned in fitting if tuned.batch_size >= batch_size]
-    nearest = min(above, key=lambda t: t.batch_size) if above else max(fitting, key=lambda t: t.batch_size)
-    return nearest.tree
+    if above:
+        return min(above, key=lambda tuned: tuned.batch_size).tree
+    return max(fitting, key=lambda tuned: tuned.batch_size).tree
 
 
 def merged(old: Iterable[TunedTree], new: Sequence[TunedTree]) -> tuple[TunedTree, ...]:
     """``old`` and ``new``, without the old entries that a new one of equal key replaces."""
     replaced = {tuned.key for tuned in new}
-    kept = tuple(tuned for tuned in old if tuned.key not in replaced)
-    return kept + tuple(new)
+    remaining = tuple(tuned for tuned in old if tuned.key not in replaced)
+    return remaining + tuple(new)

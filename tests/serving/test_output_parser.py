@@ -292,7 +292,7 @@ def test_a_forced_call_may_be_written_in_the_form_and_is_read_again(form, schema
         text = thought + written(form, "f", arguments)
         grammar = compiler.compile(rules, *form.reasoning_before(compiler.as_terminals, in_reasoning))
         processor, ids = grammar.processor(0), tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert processor._moved_to(ids), tokenizer.decode(processor._read)
+        assert processor._moved_to(ids), tokenizer.decode(processor._consumed)
         assert processor._matcher.is_accepting()
         found = read(form, text, [7], tools={"f": functions[1]}, in_reasoning=bool(in_reasoning))
         assert found == ("Hm." if in_reasoning else "", "", [("f", arguments)])
