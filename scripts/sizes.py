@@ -459,7 +459,7 @@ def main() -> None:
             for contender in contenders:
                 log.print(f"{shape}, round {number + 1}: {contender}")
                 runs[contender].append(apart(contender, directory, *flags))
-        is_file = all(each.startswith(("file ", "llama-bench ")) for each in contenders)
+        is_file = all(each in OF_FILES for each in contenders)
         files = (
             {_file_of(each, directory) for each in contenders} if is_file else directory.glob("*.safetensors")
         )
