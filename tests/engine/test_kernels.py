@@ -646,14 +646,15 @@ def test_no_kernel_reads_or_writes_beside_its_memory(level):
     preloaded = [library_of(compiler, name) for name in ("libasan.so", "libstdc++.so.6")]
     if not all(map(os.path.isabs, preloaded)):
         pytest.skip(f"{compiler} has no address sanitizer")
-    sanitizers = "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=all"
+    sanitizers = "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
+    without_vptr = "-fno-sanitize=vptr"  # it needs a part of C++'s own library that a preloaded one lacks
     rooms = (
         *("engine/test_kernels", "engine/test_kernel_bounds", "engine/test_group_quantised"),
         "drafters/test_kernel_drafts",
     )
     tests = *(f"tests/{name}.py" for name in (*rooms, "drafters/test_references")), "-m", "not slow"
     environment = {"LD_PRELOAD": " ".join(preloaded), "ASAN_OPTIONS": "detect_leaks=0"}
-    passed_elsewhere(level, *sanitizers, tests=tests, environment=environment)
+    passed_elsewhere(level, *sanitizers, without_vptr, tests=tests, environment=environment)
 
 
 def library_of(compiler, name):
