@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 from conftest import CHECKOUT
 
-PLAIN = sorted(path.name for path in (CHECKOUT / "medusa").iterdir() if (path / "__init__.py").exists())
-"""The packages of ``medusa`` that are held to it."""
+LIBRARY = CHECKOUT / "medusa"
+ROOMS = ("", *sorted(path.name for path in LIBRARY.iterdir() if (path / "__init__.py").exists()))
+"""The packages of the library, and "" for the modules beside them."""
 
 
 def compressions(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -62,14 +63,15 @@ def unpacked_tuples(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
                 yield node.lineno, "takes a tuple that was built above"
 
 
-@pytest.mark.parametrize("package", PLAIN)
-def test_a_line_does_one_thing(package):
-    found = [
-        f"medusa/{package}/{path.name}:{line} {what}"
-        for path in sorted((CHECKOUT / "medusa" / package).rglob("*.py"))
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_line_does_one_thing(room):
+    files = (LIBRARY / room).rglob("*.py") if room else LIBRARY.glob("*.py")
+    compressed = [
+        f"{path.relative_to(CHECKOUT)}:{line} {what}"
+        for path in sorted(files)
         for line, what in compressions(ast.parse(path.read_text()))
     ]
-    assert not found, "\n".join(found)
+    assert not compressed, "\n".join(compressed)
 
 
 @pytest.mark.parametrize(
