@@ -626,8 +626,8 @@ class MedusaModel:
     def _drafter(self, options: _Options, request: DecodeRequest, step: StepKind) -> Drafter:
         """The drafter of this call: see :meth:`medusa.drafters.registry.DrafterFactory.choose`."""
         self._check_shape(options.tree)
-        if options.drafter is None:
-            self._checked_tree(options.tree)
+        if options.drafter is None and options.tree is not None:
+            check_tree_fits(options.tree, self.heads)
         rule = request.rule
         return self._drafters.choose(
             DraftCall(

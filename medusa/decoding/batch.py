@@ -371,7 +371,7 @@ class Batch:
         self._clock.start()
         selected = drafter if adaptive is None else adaptive.select_drafter(drafter)
         try:
-            burst = self._stepper.advance(state, selected, selected is drafter, self._clock, adaptive)
+            burst = self._stepper.advance(state, selected, self._clock, adaptive)
         except RowsFailed as failed:
             row_outputs = [self._failed(row, _cause(failed)) for row in failed.rows]
             self._drop_ended()

@@ -57,14 +57,14 @@ class SchedulerLimits:
 
 
 class Phase(Enum):
-    """What one call runs."""
+    """The kind of work of one call."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class ScheduledRow(Protocol):
-    """What a scheduler reads and writes of a row. Rows are told apart by identity."""
+    """The fields of a row that a scheduler reads and writes. Rows are told apart by identity."""
 
     num_overtaken: int
     """How often a later row has overtaken it because this one did not fit."""
@@ -109,7 +109,7 @@ class Chunk(Generic[AnyPrefill]):
     prefill: AnyPrefill
     num_tokens: int
     cost: int
-    """What they take of the budget of a call."""
+    """Their part of the budget of a call."""
     is_last: bool
     """Whether they are the rest of the prompt. If so, the scheduler has let go of ``prefill``, and its rows
     are to join those that decode."""
@@ -168,12 +168,12 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
     def check(self, length: int, max_new_tokens: int) -> None:
         """Raise ValueError unless a prompt of ``length`` tokens and its answer can ever fit."""
         total = length + max_new_tokens
-        asked = f"prompt of {length} tokens + max_new_tokens={max_new_tokens}"
+        request = f"prompt of {length} tokens + max_new_tokens={max_new_tokens}"
         if self.context is not None and total > self.context:
-            raise ValueError(f"{asked} must fit the {self.context} positions that rows of a batch may have")
+            raise ValueError(f"{request} must fit the {self.context} positions that rows of a batch may have")
         taken = self.slots(1, total)
         if taken > self.limits.max_slots:
-            raise ValueError(f"{asked} must fit max_slots={self.limits.max_slots}, and may take {taken}")
+            raise ValueError(f"{request} must fit max_slots={self.limits.max_slots}, and may take {taken}")
 
     def add(self, row: AnyRow) -> None:
         """Put ``row`` into the queue; QueueFull where too many wait already."""
@@ -196,8 +196,8 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
     # ------------------------------------------------------------------ prefill
 
     def begin_call(self) -> Phase | None:
-        """What this call runs; None where there is nothing to do. Where prefill and decode are both due, they
-        alternate."""
+        """The phase of this call; None where there is nothing to do. Where prefill and decode are both due,
+        they alternate."""
         self._budget = self.limits.chunk
         has_prompts = bool(self.waiting or self.prefills)
         self._has_read = has_prompts and not (self.running and self._has_read)

@@ -52,15 +52,14 @@ class StaticRows:
         self,
         state: DecodeState,
         drafter: Drafter,
-        drafts: bool,
         clock: PhaseClock,
         adaptive: AdaptiveDrafting | None,
     ) -> StepBurst:
-        """The next steps, drafted by this object's own drafter, or by nobody.
+        """The next steps, drafted by this object's own drafter, or by nobody where ``drafter`` is another.
 
         ``state`` is read only at the first call, which takes over its keys and values.
         """
-        burst = self._burst(state, drafts)
+        burst = self._burst(state, drafts=drafter is self.drafter)
         clock.lap_whole(burst.setup_seconds)
         return burst
 

@@ -89,12 +89,10 @@ class Stepper(Protocol):
         self,
         state: DecodeState,
         drafter: Drafter,
-        drafts: bool,
         clock: PhaseClock,
         adaptive: AdaptiveDrafting | None,
     ) -> StepBurst:
-        """The next steps of all rows of ``state``, drafted by ``drafter``; ``drafts`` is False where it only
-        stands in during a pause."""
+        """The next steps of all rows of ``state``, drafted by ``drafter``."""
 
     def close(self) -> None:
         """No step follows."""
@@ -113,7 +111,6 @@ class GeneralStepper:
         self,
         state: DecodeState,
         drafter: Drafter,
-        drafts: bool,
         clock: PhaseClock,
         adaptive: AdaptiveDrafting | None,
     ) -> StepBurst:
@@ -247,7 +244,7 @@ def _worth_verifying(draft: Draft, adaptive: AdaptiveDrafting | None) -> Draft:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What the host reads of a step, for each row."""
+    """The values of a step that the host reads, for each row."""
 
     tokens: list[list[int]]
     """New tokens."""

@@ -163,11 +163,8 @@ class Steps:
             self._checked.add(step)
         if step == "compiled":
             compiled, seconds = self.compiled_pass()
-            runner = runner_for(
-                self.base, self.profile, drafter.aux_layers, drafter.needs_features, compiled.verify
-            )
-            return StepPlan(runner, setup_seconds=seconds)
-        runner = runner_for(self.base, self.profile, drafter.aux_layers, drafter.needs_features)
+            return StepPlan(self._runner_for(drafter, compiled.verify), setup_seconds=seconds)
+        runner = self._runner_for(drafter)
         if step == "general":
             return StepPlan(runner)
         checked = static_drafter(step, drafter, request)

@@ -173,7 +173,7 @@ class _Trial:
     """One of the two passes."""
 
     arguments: dict[str, Any]
-    """Of the base's forward."""
+    """The arguments of the base's forward."""
     inputs: list[Tensor]
     """The tensors among them."""
     slots: Tensor

@@ -25,7 +25,7 @@ from medusa.acceptance.grammar import (
     pattern_rule,
 )
 from medusa.acceptance.sampling import OccurrencePenalty
-from medusa.base.causal_lm import common_context, end_ids, vocab_size
+from medusa.base.causal_lm import end_ids, vocab_size
 from medusa.conversations import as_template
 from medusa.decoding.batch import BatchLimits
 from medusa.decoding.scheduler import QueueFull
@@ -149,7 +149,7 @@ class Service:
     @property
     def context(self) -> int | None:
         """Tokens that prompt and answer may have together."""
-        return common_context(self.model.base)
+        return self.model.profile.context
 
     @functools.cached_property
     def knows_tools(self) -> bool:

@@ -22,7 +22,7 @@ import httpx
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
-from medusa.base.causal_lm import common_context, end_ids
+from medusa.base.causal_lm import end_ids
 from medusa.conversations import (
     ANSWER_KEYS,
     Message,
@@ -358,7 +358,7 @@ class LocalAnswerer:
         return Row(request, conversation)
 
     def _refusal(self, row: Row) -> Refusal | None:
-        context = common_context(self.model.base)
+        context = self.model.profile.context
         length = len(row.prompt)
         if context is None or length + self.max_new_tokens <= context:
             return None
