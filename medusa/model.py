@@ -23,7 +23,7 @@ from medusa.decoding.batch import Batch, BatchLimits, StepResult, decode
 from medusa.decoding.request import check_arguments, decode_request, joined_sequences, with_stop_strings
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
-from medusa.decoding.steps import Steps
+from medusa.decoding.step_plan import Steps
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.references import References, SuffixCorpus, references_of
 from medusa.drafters.registry import MAX_OPTIONAL_NODES, DraftCall, DrafterFactory
@@ -172,7 +172,7 @@ class MedusaModel:
                 :meth:`tree_for`, else a chain.
             tokenizer: by default the base's own; see :attr:`tokenizer`.
             engine: how the base's layers are executed (see :mod:`medusa.engine`).
-            step: how decode steps are run (see :mod:`medusa.decoding.steps`).
+            step: how decode steps are run (see :mod:`medusa.decoding.step_plan`).
             base_kwargs: for ``AutoModelForCausalLM.from_pretrained`` (``dtype``, ``device_map``,
                 ``revision``, ``trust_remote_code``, ...). ``token``, ``cache_dir`` and ``local_files_only``
                 are for the heads too. Without a GPU, and without ``dtype`` or ``device_map``, the base is

@@ -15,7 +15,7 @@ from typing import Any, Literal
 Engine = Literal["auto", "eager", "packed", "int8"]
 """How the base model's layers are executed; the table is in :mod:`medusa.engine`."""
 StepKind = Literal["auto", "general", "static", "compiled", "captured"]
-"""How decode steps are run; the table is in :mod:`medusa.decoding.steps`."""
+"""How decode steps are run; the table is in :mod:`medusa.decoding.step_plan`."""
 ANY_SHAPE_STEPS: tuple[StepKind, ...] = ("general", "compiled")
 """Step kinds whose drafts may have another number of nodes at every step."""
 ForeignName = Literal["vllm-medusa", "vllm-eagle3", "speculators"]

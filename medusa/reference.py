@@ -45,9 +45,9 @@ def generate(
     text = prompt.tolist()
     hidden, logits = forward(base, cache, prompt, torch.arange(len(prompt)), causal_mask(len(prompt)))
     text.append(choose(logits[-1], temperature, seed, len(text)))  # the root token: always right
-    hidden = hidden[-1]
-    num_steps = 0  # (D,): the root was chosen from its logits
-    while len(text) < len(prompt) + max_new_tokens and text[-1] not in end_ids(base):
+    hidden = hidden[-1]  # (D,): the root was chosen from its logits
+    num_steps = 0
+    while not has_ended(text[len(prompt) :], max_new_tokens, end_ids(base)):
         num_committed = len(text) - 1  # all but the root are in the cache
         # 1. Draft: fill the tree. Node 0 is the root token; a node at depth d holds a guess of head d.
         tokens = draft(heads, base, tree, hidden, text, temperature, seed)  # (N,)
@@ -66,7 +66,7 @@ def generate(
         text += [*tokens[accepted[1:]].tolist(), chosen]
         hidden = states[accepted[-1]]
         num_steps = num_steps + 1
-    return ended(text[len(prompt) :], max_new_tokens, end_ids(base)), num_steps
+    return until_end(text[len(prompt) :], max_new_tokens, end_ids(base)), num_steps
 
 
 def draft(
@@ -99,8 +99,8 @@ def draft(
             # beta is the head's weight against the noise.
             scores = HeadsDrafter.beta / temperature * scores + noise
         ranks = torch.tensor([[tree.paths[node][-1]] for node in nodes])  # (M, 1)
-        columns = scores.topk(int(ranks.max()) + 1).indices.gather(1, ranks).squeeze(1)  # (M,)
-        tokens[nodes] = columns if heads.token_map is None else heads.token_map[columns]
+        best = scores.topk(int(ranks.max()) + 1).indices.gather(1, ranks).squeeze(1)  # (M,), of V'
+        tokens[nodes] = best if heads.token_map is None else heads.token_map[best]
     return tokens
 
 
@@ -109,7 +109,7 @@ def tree_mask(tree: CandidateTree, num_committed: int) -> Tensor:
     mask = torch.zeros(tree.num_nodes, num_committed + tree.num_nodes, dtype=torch.bool)
     mask[:, :num_committed] = True
     for node in range(tree.num_nodes):
-        mask[node, [num_committed + each for each in tree.ancestors(node)]] = True
+        mask[node, [num_committed + ancestor for ancestor in tree.ancestors(node)]] = True
     return mask
 
 
@@ -171,7 +171,12 @@ def keep_nodes(cache: DynamicCache, num_committed: int, nodes: list[int]) -> Non
         layer.values = layer.values[:, :, slots]
 
 
-def ended(answer: list[int], max_new_tokens: int, ends: frozenset[int]) -> list[int]:
+def has_ended(answer: list[int], max_new_tokens: int, ends: frozenset[int]) -> bool:
+    """Whether ``answer`` is full, or holds one of the tokens ``ends``: its last tokens came in one step."""
+    return len(answer) >= max_new_tokens or any(token in ends for token in answer)
+
+
+def until_end(answer: list[int], max_new_tokens: int, ends: frozenset[int]) -> list[int]:
     """``answer`` cut after ``max_new_tokens`` tokens, or after the first of the tokens ``ends``."""
     for count, token in enumerate(answer[:max_new_tokens], start=1):
         if token in ends:

@@ -42,7 +42,7 @@ from transformers import (
 from medusa import CandidateTree, HeadsConfig, MedusaHeads
 from medusa.decoding.batch import Batch, StepResult
 from medusa.decoding.batch import decode as decoded
-from medusa.decoding.steps import Steps
+from medusa.decoding.step_plan import Steps
 from medusa.drafters.protocol import Draft, DraftContext, PlainDrafter, StatelessDrafter
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.engine.libraries import found_compiler
@@ -324,6 +324,16 @@ def nothing_is_compiled_unasked():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "default_step", lambda model: "general")
         yield own
+
+
+@pytest.fixture(scope="session", autouse=True)
+def drafts_are_checked():
+    """Users wait for no check of medusa's own drafters; here they are held to the rules of any drafter."""
+    from medusa.drafters import protocol
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(protocol, "is_builtin", lambda drafter: False)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

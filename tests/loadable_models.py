@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from conftest import GROUPED, tiny_model
 from transformers import AutoConfig
 
@@ -83,7 +85,7 @@ MODELS = {
         **{"layer_types": ["full_attention"] * 2, "num_local_experts": 0, "shared_intermediate_size": 48},
         **{"mamba_n_heads": 4, "mamba_d_head": 16},
     ),
-    "experts": lambda: tiny_model("mixtral-moe"),
+    "experts": lambda: copy.deepcopy(tiny_model("mixtral-moe")),  # that one is shared
 }
 
 

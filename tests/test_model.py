@@ -46,7 +46,7 @@ from medusa import (
     save_heads,
 )
 from medusa.base.causal_lm import cache_argument, cache_of
-from medusa.decoding.steps import Steps
+from medusa.decoding.step_plan import Steps
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import PlainDrafter
@@ -554,7 +554,7 @@ CALLS = {
     "deep tree": ({"tree": CandidateTree.chain(4)}, "tree has depth 4, the heads are 3: ... tree.subtree(3)"),
     "a tree that the drafter cannot fill": (
         {"tree": CandidateTree.chain(1), "drafter": OracleDrafter([[]], TREE, 0.0)},
-        "OracleDrafter fills no tree but its own; leave tree out",
+        "OracleDrafter fills no tree but its own: leave tree out, or write its with_tree",
     ),
     "a tree deeper than the drafter's heads": (
         {"tree": CandidateTree.chain(4), "drafter": "dynamic-heads"},

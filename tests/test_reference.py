@@ -57,3 +57,19 @@ def test_an_answer_ends_at_the_token_that_ends_it(monkeypatch):
     monkeypatch.setattr(base.generation_config, "eos_token_id", end)
     ended, _ = reference.generate(base, random_heads(), TREES["bushy"], prompt[0], NEW_TOKENS)
     assert ended == answer[: answer.index(end) + 1]
+
+
+def test_no_step_follows_an_accepted_guess_that_ends_the_answer(monkeypatch):
+    base = tiny_model("llama")
+    prompt = random_prompts(1, 9)
+    plain = base.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=False)
+    heads = heads_that_know(base, [plain])
+    chain = CandidateTree.chain(2)
+    for end in plain[0, 9:21].tolist():
+        monkeypatch.setattr(base.generation_config, "eos_token_id", end)
+        answer, num_steps = reference.generate(base, heads, chain, prompt[0], NEW_TOKENS)
+        output = MedusaModel(base, heads, chain).generate(
+            prompt, do_sample=False, tree=chain, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True
+        )
+        assert answer == output.sequences[0, 9:].tolist()
+        assert num_steps == output.statistics.num_steps

@@ -35,7 +35,7 @@ class Acceptance:
     """(B,) long: accepted nodes, the root token not counted."""
     next_token: Tensor
     """(B,) long: what follows the accepted path; the next root token."""
-    is_broken: Tensor | None = None
+    chose_nan: Tensor | None = None
     """(B,) bool: a token was chosen by a NaN score; None if this was not checked."""
     rule_state: Any = None
     """The state of a rule for sampled drafts after this step."""

@@ -69,8 +69,9 @@ def accept(
         acceptance = accept_equal(draft.tokens, chosen, draft.topology)
     if not state.refuses_nan:
         return acceptance
-    chosen_scores = scores.gather(2, chosen[..., None]).flatten(1)  # (B, N)
-    return replace(acceptance, is_broken=chosen_scores.isnan().any(1))
+    chosen_scores = scores.gather(2, chosen[..., None]).squeeze(2)  # (B, N)
+    on_path = chosen_scores.gather(1, acceptance.path)  # (B, L)
+    return replace(acceptance, chose_nan=on_path.isnan().any(1))
 
 
 def _walking_is_faster(state: DecodeState, draft: Draft, logits: Tensor) -> bool:
@@ -89,20 +90,20 @@ def _accept_by_walking(
     state: DecodeState, draft: Draft, logits: Tensor, noise: UpcomingNoise | None
 ) -> Acceptance:
     """The exact rule; only the nodes of the accepted path are scored."""
-    is_broken = [False] * len(logits)
+    chose_nan = [False] * len(logits)
 
     def choose_after(rows: list[int], nodes: list[int], depth: int) -> list[int]:
         scores = node_scores(state, draft, logits[rows, nodes][:, None], rows, nodes)[:, 0]  # (R, V)
         chosen = choose(scores, None if noise is None else noise.until(depth + 1)[rows, depth])
         if state.refuses_nan:
             for row, is_nan in zip(rows, scores.gather(1, chosen[:, None]).isnan().tolist(), strict=True):
-                is_broken[row] |= is_nan[0]
+                chose_nan[row] |= is_nan[0]
         return chosen.tolist()
 
     acceptance = accept_by_walking(draft.tokens, draft.topology, choose_after)
     if not state.refuses_nan:
         return acceptance
-    return replace(acceptance, is_broken=torch.tensor(is_broken, device=logits.device))
+    return replace(acceptance, chose_nan=torch.tensor(chose_nan, device=logits.device))
 
 
 def _accept_sampled(state: DecodeState, draft: Draft, logits: Tensor) -> Acceptance:
@@ -120,6 +121,8 @@ def _accept_sampled(state: DecodeState, draft: Draft, logits: Tensor) -> Accepta
 
 def noise_of_nodes(noise: UpcomingNoise, topology: TreeTopology, num_rows: int) -> Tensor:
     """The noise (B, N, V) with which the token after each node is chosen."""
+    if topology.num_nodes == 1:  # nothing is copied
+        return noise.until(1)[:, :1]
     depths = topology.depths.expand(num_rows, -1)  # (B, N)
     by_depth = noise.until(topology.max_depth + 1)  # (B, L, V)
     return by_depth.gather(1, depths[..., None].expand(-1, -1, by_depth.shape[2]))

@@ -422,7 +422,7 @@ class Batch:
                 seconds,
                 burst.num_steps,
                 used_fallback=not drafts and first.max_depth > 0,
-                num_nodes=1 + first.num_drafted + first.num_replayed,
+                num_nodes=first.num_nodes,
             )
 
     def _emit(self, output: StepOutput) -> list[RowOutput]:

@@ -1,6 +1,6 @@
 """Runs the passes of general steps: a prompt, and a draft below each row's text.
 
-A runner is chosen once for a request or a batch (:mod:`medusa.decoding.steps`). It knows how passes are
+A runner is chosen once for a request or a batch (:mod:`medusa.decoding.step_plan`). It knows how passes are
 computed (by the base's modules or compiled ahead), which cache they need, and when a pass must be run again:
 
 - **A node is not finite.** The base gives NaN or infinity on a guess that nobody would write. Attention
@@ -9,7 +9,8 @@ computed (by the base's modules or compiled ahead), which cache they need, and w
   Where two scores are so close that plain decoding could choose the other, the row's text is read again token
   by token, and the pass is run again without guesses.
 
-Steps of fixed shape are run by :mod:`medusa.decoding.static_rows`.
+Steps of fixed shape are run by :mod:`medusa.decoding.static_rows`, and repaired there too: their host reads
+many steps at once, so a row whose node is not finite stands still until then.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch import Tensor
 from medusa.acceptance.exact import Acceptance
 from medusa.acceptance.sampling import UpcomingNoise
 from medusa.base.cache import TreeCache
-from medusa.base.causal_lm import CausalLM, new_cache, prefill, verify
+from medusa.base.causal_lm import CausalLM, new_cache, prefill
+from medusa.base.causal_lm import verify as eager_pass
 from medusa.base.profile import BaseProfile
 from medusa.base.recurrent import StatefulCache
 from medusa.decoding.accept import node_scores, noise_of_nodes
@@ -50,7 +52,7 @@ class Verified:
     num_replayed: int = 0
     """Committed tokens that a recurrent base read again, of the row with most of them."""
 
-    def broken_nodes(self) -> Tensor:
+    def rows_not_finite(self) -> Tensor:
         """(B, 1) bool: whether a row has a node whose hidden state is not finite."""
         return (self.hidden * 0).flatten(1).any(dim=1, keepdim=True)  # 0 * x is NaN, which counts as true
 
@@ -68,7 +70,7 @@ class Runner:
     hidden states."""
     keeps_features: bool = False
     """Whether the hidden states of the text are stored in the cache, for drafters that read them."""
-    run: Callable[..., tuple[Tensor, Tensor]] = verify
+    run_pass: Callable[..., tuple[Tensor, Tensor]] = eager_pass
     """Runs one pass: :func:`medusa.base.causal_lm.verify`, or a compiled form of it."""
 
     def new_cache(self, num_rows: int) -> TreeCache:
@@ -88,12 +90,12 @@ class Runner:
         if chunk is None:
             chunk = CPU_CHUNK if self.profile.device.type == "cpu" else CHUNK
         return prefill(
-            self.base, tokens, lengths, cache, chunk, self.layers, self.run, self.keeps_features, known
+            self.base, tokens, lengths, cache, chunk, self.layers, self.run_pass, self.keeps_features, known
         )
 
     def verify(self, draft: Draft, cache: TreeCache) -> Verified:
         """One forward pass over the nodes of ``draft`` below each row's text in ``cache``."""
-        hidden, logits = self.run(self.base, draft.tokens, draft.topology, cache, layers=self.layers)
+        hidden, logits = self.run_pass(self.base, draft.tokens, draft.topology, cache, layers=self.layers)
         if self.keeps_features:
             cache.keep_features(hidden, cache.lengths, cache.longest)
         return Verified(draft, hidden, logits)
@@ -112,10 +114,17 @@ class Runner:
         """
         if is_finite or verified.draft.topology.num_nodes == 1:
             return None
-        return self.verify_root_only(state, verified)
+        return self._verify_root_only(state, verified.draft)
 
-    def verify_root_only(self, state: DecodeState, broken: Verified) -> Verified:
-        """The pass without guesses, after one with a node that is not finite.
+    def finite(self, state: DecodeState, verified: Verified) -> Verified:
+        """``verified``, or another pass in its place where a hidden state is not finite: for steps that
+        cannot accept twice. Waits for the device."""
+        if verified.draft.topology.num_nodes == 1 or not bool(verified.rows_not_finite().any()):
+            return verified
+        return self._verify_root_only(state, verified.draft)
+
+    def _verify_root_only(self, state: DecodeState, draft: Draft) -> Verified:
+        """The pass without guesses, after that of ``draft``, which had a node that is not finite.
 
         Raises:
             ValueError: the acceptance rule cannot leave a draft out.
@@ -127,7 +136,7 @@ class Runner:
                 "carries drafts of one length from step to step, cannot leave one out; use another rule"
             )
         state.cache.clear_uncommitted()  # or the next pass would read NaN from these slots
-        return self.verify(broken.draft.root_only(), state.cache)
+        return self.verify(draft.root_only(), state.cache)
 
 
 MAX_REPLAY_TOKENS = 12
@@ -189,7 +198,7 @@ class RecurrentRunner(Runner):
         inexact_rows = state.cache.inexact_rows
         if not inexact_rows:
             return []
-        scores = node_scores(state, verified.draft, logits)
+        scores = node_scores(state, verified.draft, logits)  # all nodes: batches of these bases are small
         largest = scores.abs().masked_fill(scores.isinf(), 0).amax(dim=2)  # (B, N)
         if noise is not None:
             scores = scores + noise_of_nodes(noise, verified.draft.topology, len(scores))
@@ -201,9 +210,9 @@ class RecurrentRunner(Runner):
 
     def _read_plainly(self, state: DecodeState, rows: list[int]) -> int:
         """Read the text of ``rows`` again one token at a time, from the last checkpoint of exact states up to
-        the token before the root; the largest number of such tokens over the rows."""
+        the token before the root. Returns the largest number of tokens that a row has read."""
         assert isinstance(state.cache, StatefulCache)
-        most = 0
+        most_read = 0
         row_caches = state.cache.split_rows()
         for row in rows:
             cache = row_caches[row]
@@ -212,9 +221,9 @@ class RecurrentRunner(Runner):
             num_missing = int(before_root - cache.lengths)
             if num_missing:
                 self.prefill(state.tokens[row : row + 1], before_root, cache, chunk=1)
-                most = max(most, num_missing)
+                most_read = max(most_read, num_missing)
         state.cache.sync_lengths()
-        return most
+        return most_read
 
 
 def runner_for(
@@ -222,8 +231,8 @@ def runner_for(
     profile: BaseProfile,
     layers: tuple[int, ...] = (),
     keeps_features: bool = False,
-    run: Callable[..., tuple[Tensor, Tensor]] = verify,
+    run_pass: Callable[..., tuple[Tensor, Tensor]] = eager_pass,
 ) -> Runner:
     """The runner of general steps of ``base``; arguments as the fields of :class:`Runner`."""
     kind = RecurrentRunner if profile.keeps_state else Runner
-    return kind(base, profile, layers, keeps_features, run)
+    return kind(base, profile, layers, keeps_features, run_pass)

@@ -1,4 +1,4 @@
-"""The decisions of continuous batching: who waits, who is prefilled, who decodes, and who steps back.
+"""The decisions of continuous batching: who waits, who is prefilled, who decodes, and who is preempted.
 
 No tensor is known here, and torch is not imported. Rows are known by their lengths, and memory by cache
 slots. :class:`medusa.decoding.batch.Batch` carries the decisions out, and reports what came of them. A call
@@ -27,7 +27,7 @@ from medusa.options import check_at_least
 MAX_OVERTAKES = 16
 """How often shorter rows may start before a waiting row that does not fit yet."""
 LEAST_CHUNK = 16
-"""Tokens of a prompt that are read at once at least: fewer take hardly less time."""
+"""A high price makes no chunk smaller than this: fewer tokens take hardly less time."""
 
 
 class QueueFull(RuntimeError):
@@ -49,7 +49,8 @@ class SchedulerLimits:
     """Prompt tokens that are prefilled between two decode steps, over all rows."""
     by_time: bool = False
     """Whether a token of a prompt counts by the time that it takes: behind thousands of others it takes
-    several times as long, and all others wait for it. At least :data:`LEAST_CHUNK` tokens are read."""
+    several times as long, and all others wait for it. That makes no chunk smaller than
+    :data:`LEAST_CHUNK`."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_rows", "max_slots", "chunk")
@@ -90,8 +91,8 @@ class Prefill(Generic[AnyRow]):
     """How many of them are in the cache."""
     num_slots: int
     """Cache slots that are allocated for it."""
-    seconds: float = field(default=0.0, init=False)
-    """The time of a token in the last chunk."""
+    seconds_per_token: float = field(default=0.0, init=False)
+    """In the last chunk; 0 before."""
 
     @property
     def num_remaining(self) -> int:
@@ -133,7 +134,8 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
         self.context = context
         self.waiting: deque[AnyRow] = deque()
         self.prefills: list[AnyPrefill] = []
-        """Oldest first. Each was at its start at most half as long as what the one before it lacked."""
+        """Oldest first. Each was at its start at most half as long as what the one before it lacked, so few
+        prompts overtake one, and the last lacks least."""
         self.running: list[AnyRow] = []
         """The rows that decode, in any order."""
         self._budget = 0  # what is left of `chunk` in this call
@@ -232,7 +234,8 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
         self.prefills.append(prefill)
 
     def next_chunk(self) -> Chunk[AnyPrefill] | None:
-        """The tokens to read next; None at the end of this call.
+        """The tokens to read next; None at the end of this call, which comes early where a prompt is
+        preempted.
 
         Half of the budget, by time a quarter, is reserved for the oldest prompt; the rest goes to shorter
         prompts first.
@@ -242,11 +245,11 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
         overtakes = len(self.prefills) > 1 and self._budget > self._reserved
         prefill = self.prefills[-1 if overtakes else 0]
         price = self._price(prefill)
-        max_tokens = self._affordable(self._budget - self._reserved if overtakes else self._budget, price)
-        if prefill.num_remaining > max_tokens:
-            return Chunk(prefill, max_tokens, math.ceil(max_tokens * price), is_last=False)
+        num_tokens = self._affordable(self._budget - self._reserved if overtakes else self._budget, price)
+        if prefill.num_remaining > num_tokens:
+            return Chunk(prefill, num_tokens, math.ceil(num_tokens * price), is_last=False)
         if self.running and not self._fits(prefill.length, len(self.prefills)):
-            self._postpone(prefill)  # the others have grown meanwhile
+            self._preempt_prefill(prefill)  # the others have grown meanwhile
             return None
         return self._last_chunk(prefill, price)
 
@@ -267,8 +270,9 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
         prefill.num_read += chunk.num_tokens
         prefill.num_slots = num_slots
         if chunk.num_tokens >= LEAST_CHUNK:
-            prefill.seconds = seconds / chunk.num_tokens
-            self._least_seconds = min(prefill.seconds, 1.02 * self._least_seconds)  # forgets an odd one
+            prefill.seconds_per_token = seconds / chunk.num_tokens
+            # The old least grows by 2 % each time, so that an odd one is forgotten.
+            self._least_seconds = min(prefill.seconds_per_token, 1.02 * self._least_seconds)
 
     def drop_prefill(self, prefill: AnyPrefill) -> None:
         """Drop ``prefill``, whose pass has failed."""
@@ -278,15 +282,15 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
     def _reserved(self) -> int:
         """The part of the budget that is the oldest prompt's."""
         budget = self.limits.chunk
-        return budget // 4 if self.limits.by_time else budget - budget // 2
+        return max(1, budget // 4) if self.limits.by_time else budget - budget // 2
 
     def _price(self, prefill: AnyPrefill) -> float:
-        """How many of the cheapest tokens of a prompt one of ``prefill`` takes the time of; 1 where nobody
-        waits for it, or the budget counts tokens."""
+        """The time of a token of ``prefill``, in those of the cheapest token of a prompt so far; 1 where the
+        budget counts tokens, or no other row is in prefill or decodes."""
         is_alone = not self.running and len(self.prefills) == 1
-        if is_alone or not self.limits.by_time or not prefill.seconds:
+        if is_alone or not self.limits.by_time or not prefill.seconds_per_token:
             return 1.0
-        return max(1.0, prefill.seconds / self._least_seconds)
+        return max(1.0, prefill.seconds_per_token / self._least_seconds)
 
     def _affordable(self, share: int, price: float) -> int:
         """How many tokens at ``price`` may be read for ``share`` of the budget."""
@@ -310,13 +314,13 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
     def make_room(self) -> list[AnyRow]:
         """The rows that are preempted, in this order, so that the others have room for a pass.
 
-        While all need more than ``max_slots``, the youngest prefill is postponed, else the youngest row is
-        preempted. Either goes back to the head of the queue.
+        While all need more than ``max_slots``, the youngest prefill is preempted, else the row that joined
+        last. Either goes back to the head of the queue, and its tokens are prefilled again later.
         """
         preempted: list[AnyRow] = []
         while self._num_taken > self.limits.max_slots:
             if self.prefills:
-                self._postpone(self.prefills[-1])
+                self._preempt_prefill(self.prefills[-1])
                 continue
             youngest = max(self.running, key=lambda row: row.order)
             self.leave([youngest])
@@ -361,7 +365,7 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
         longest = max(length, self._longest, *(prefill.length for prefill in self.prefills))
         return self.slots(len(self.running) + num_joining, longest + growth) <= self.limits.max_slots
 
-    def _postpone(self, prefill: AnyPrefill) -> None:
-        """Drop ``prefill``; its rows are the next in the queue."""
+    def _preempt_prefill(self, prefill: AnyPrefill) -> None:
+        """Drop ``prefill`` with all that it has read; its rows are the next in the queue."""
         self.prefills.remove(prefill)
         self.waiting.extendleft(prefill.rows)

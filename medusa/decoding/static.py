@@ -62,7 +62,7 @@ class StaticState:
     """(W, B) long: drafts that each step accepted, those past the row's end included."""
     num_unread: Tensor
     """(1,) long: steps since the host last read the results."""
-    is_broken: Tensor
+    not_finite: Tensor
     """(1,) bool: a tree had a node on which the base is not finite; its rows have not changed since."""
     violations: Tensor
     """(R,) bool: which of :data:`STATIC_DRAFT_RULES` drafts have broken."""
@@ -91,7 +91,7 @@ class StaticState:
             num_kept=per_step,
             num_accepted=per_step.clone(),
             num_unread=source.lengths.new_zeros(1),
-            is_broken=torch.zeros(1, dtype=torch.bool, device=device),
+            not_finite=torch.zeros(1, dtype=torch.bool, device=device),
             violations=torch.zeros(len(STATIC_DRAFT_RULES), dtype=torch.bool, device=device),
         )
 
@@ -117,7 +117,7 @@ class StaticState:
         self.ends.copy_(source.lengths + num_left)
         self.finished.fill_(False)
         self.num_unread.zero_()
-        self.is_broken.fill_(False)
+        self.not_finite.fill_(False)
         self.violations.fill_(False)
 
 
@@ -159,9 +159,9 @@ def _commit(state: StaticState, draft: Draft, acceptance: Acceptance, hidden: Te
     counts = torch.arange(new.shape[1] + 1, device=new.device)
     stands = state.finished  # (B,): rows that no longer change
     if not is_plain:  # the host takes one step without guesses then
-        is_broken = (hidden * 0).flatten(1).any(dim=1)  # (B,)
-        state.is_broken.logical_or_(is_broken.any())
-        stands = stands | is_broken
+        not_finite = (hidden * 0).flatten(1).any(dim=1)  # (B,)
+        state.not_finite.logical_or_(not_finite.any())
+        stands = stands | not_finite
     end = _first_end(state, new, counts[1:])
     num_new = end.clamp(max=1) if is_plain else torch.minimum(acceptance.num_accepted + 1, end)
     num_kept = num_new.masked_fill_(stands, 0)

@@ -71,10 +71,10 @@ class StaticRows:
         seconds = runner.run(num_steps, drafts)
         if not is_builtin(self.drafter):
             raise_violated(self.drafter, STATIC_DRAFT_RULES, state.violations)
-        outputs, is_broken = self._read(state, num_steps, drafts)
-        if is_broken:
+        outputs, not_finite = self._read(state, num_steps, drafts)
+        if not_finite:
             state.cache.clear_uncommitted()
-            state.is_broken.fill_(False)
+            state.not_finite.fill_(False)
             seconds += runner.run(1, False)
             outputs += self._read(state, 1, False)[0]
         return StepBurst(outputs, num_steps, seconds)
@@ -130,18 +130,18 @@ class StaticRows:
                 state.num_kept[:num_steps].T,  # (B, W)
                 state.num_accepted[:num_steps].T,  # (B, W)
                 state.finished[:, None].long(),  # (B, 1)
-                state.is_broken.long().expand(len(state.finished), 1),  # (B, 1)
+                state.not_finite.long().expand(len(state.finished), 1),  # (B, 1)
                 _newest_tokens(state, num_steps, depth + 1),  # (B, W * L)
             ],
             dim=1,
         ).tolist()
         state.num_unread.zero_()
-        is_broken = False
+        not_finite = False
         outputs_of_rows = []
         for index, columns in enumerate(on_host):
             num_kept = columns[:num_steps]
             num_accepted = columns[num_steps : 2 * num_steps]
-            has_ended, is_broken = map(bool, columns[2 * num_steps : 2 * num_steps + 2])
+            has_ended, not_finite = map(bool, columns[2 * num_steps : 2 * num_steps + 2])
             tokens = columns[2 * num_steps + 2 :]
             self._lengths[index] += sum(num_kept)
             if has_ended:
@@ -164,7 +164,7 @@ class StaticRows:
             for row_outputs in zip(*outputs_of_rows, strict=True)
             if any(output.tokens for output in row_outputs)
         ]
-        return outputs, is_broken
+        return outputs, not_finite
 
 
 def rounded_slots(num_slots: int) -> int:
@@ -205,7 +205,8 @@ def static_obstacle(drafter: Drafter, request: DecodeRequest) -> tuple[str, str]
     host_bound = not_capturable(drafter)
     if host_bound:
         return (
-            f"{type(host_bound[0]).__name__}, which reads its drafts on the host",
+            f"{type(host_bound[0]).__name__}, which is no StaticDrafter: it reads the text on the host, or "
+            "lacks num_nodes, static_key or tensors",
             "drafter='heads', 'dynamic-heads', 'suffix', unions of these or 'plain'",
         )
     if request.acceptance == "typical" or request.rule is not None:

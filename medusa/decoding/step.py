@@ -4,8 +4,6 @@
 is this step with a tree of one node. Each row of a batch advances by its own number of accepted tokens. Which
 rows take part is decided in :mod:`medusa.decoding.scheduler`, how a pass is run in
 :mod:`medusa.decoding.runners`, which nodes are accepted in :mod:`medusa.decoding.accept`.
-
-Shapes beside those of :mod:`medusa`: L = depth of the tree + 1.
 """
 
 from __future__ import annotations
@@ -61,9 +59,10 @@ class StepOutput:
     """The depth of the verified tree."""
     num_drafted: int
     """The number of its nodes without the root."""
-    num_replayed: int = 0
-    """Committed tokens that a recurrent base ran again in this pass (:mod:`medusa.base.recurrent`), of the
-    row with most of them."""
+    num_nodes: int = 1
+    """The nodes that a row's pass read, the root and replayed tokens (:mod:`medusa.base.recurrent`) included.
+    Of a pass that was run again, those of the first: they are what the step was begun for, and what made it
+    as long as it was."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,8 @@ def decode_step(
 ) -> StepOutput:
     """One step of all rows of ``state``: draft, verify, accept, commit. Rows that end stay in ``state``.
 
-    ``adaptive`` decides how many nodes of a draft with ``path_logprob`` are verified.
+    ``adaptive`` tells the drafter how likely a node must be, and decides how many nodes of a draft with
+    ``path_logprob`` are verified.
     """
     # 1. Draft: a tree below each row's root token, which is the base's own choice and always right.
     context = draft_context(
@@ -143,11 +143,11 @@ def decode_step(
     clock.lap("draft")
     # 2. Verify: one forward pass over all nodes of all rows.
     verified = runner.verify(draft, state.cache)
-    if state.lockstep_batch is not None and bool(verified.broken_nodes().any()):
-        # To accept is to call the caller's own processors, which cannot be undone.
-        verified = runner.verify_root_only(state, verified)
+    num_nodes = verified.draft.topology.num_nodes + verified.num_replayed
+    if state.lockstep_batch is not None:  # to accept is to call the caller's processors: it is done once
+        verified = runner.finite(state, verified)
     clock.lap("verify")
-    # 3. Accept: each row's longest path of tokens that the base itself chooses.
+    # 3. Accept: a path from the root, by the request's rule. By default its tokens are the base's own choice.
     while True:
         acceptance = accept(state, verified.draft, verified.logits, context.noise)
         outcome = _read(verified, acceptance)
@@ -155,7 +155,7 @@ def decode_step(
         if again is None:
             break
         verified = again
-    output = _output(state, verified, acceptance, outcome)
+    output = _output(state, verified, acceptance, outcome, num_nodes)
     clock.lap("accept")
     # 4. Commit: the cache keeps the entries of the accepted path, and the text its tokens.
     state.commit(acceptance, verified.hidden, verified.draft.topology.is_chain, outcome.paths)
@@ -238,8 +238,10 @@ def _worth_verifying(draft: Draft, adaptive: AdaptiveDrafting | None) -> Draft:
     optional ones. A draft that says nothing about its nodes is verified whole."""
     if draft.path_logprob is None:
         return draft
-    usual = draft.topology.num_nodes - draft.num_optional_nodes
-    return draft.first(usual if adaptive is None else adaptive.num_nodes(draft.path_logprob, usual))
+    num_nodes = draft.topology.num_nodes - draft.num_optional_nodes
+    if adaptive is not None:
+        num_nodes = adaptive.num_nodes(draft.path_logprob, num_nodes)
+    return draft.first(num_nodes)
 
 
 @dataclass(frozen=True)
@@ -252,7 +254,7 @@ class _Outcome:
     """The accepted nodes, the root first."""
     depths: list[list[int]]
     """The depth of each draft node but the root."""
-    broken_rows: list[int]
+    nan_rows: list[int]
     """Rows for which a token was chosen by a NaN score."""
     is_finite: bool
     """Whether all hidden states are finite."""
@@ -262,15 +264,16 @@ def _read(verified: Verified, acceptance: Acceptance) -> _Outcome:
     """The outcome, in one copy from the device: the host waits for it once."""
     draft = verified.draft
     num_rows = len(draft.tokens)
-    broken = acceptance.is_broken
-    nothing = acceptance.num_accepted.new_zeros(num_rows, 1)
+    chose_nan = acceptance.chose_nan
+    if chose_nan is None:
+        chose_nan = torch.zeros_like(acceptance.num_accepted)
     columns = {
         "num_accepted": acceptance.num_accepted[:, None],  # (B, 1)
         "path": acceptance.path,  # (B, L)
         "tokens": acceptance.tokens(draft.tokens),  # (B, L)
         "depths": draft.topology.depths[:, 1:].expand(num_rows, -1),  # (B, N - 1)
-        "broken": nothing if broken is None else broken[:, None].long(),  # (B, 1)
-        "not_finite": verified.broken_nodes().long(),  # (B, 1)
+        "chose_nan": chose_nan[:, None].long(),  # (B, 1)
+        "not_finite": verified.rows_not_finite().long(),  # (B, 1)
     }
     widths = [part.shape[1] for part in columns.values()]
     read: dict[str, list[list[int]]] = {}
@@ -284,19 +287,21 @@ def _read(verified: Verified, acceptance: Acceptance) -> _Outcome:
         tokens=[row[:count] for row, count in zip(read["tokens"], counts, strict=True)],
         paths=[row[:count] for row, count in zip(read["path"], counts, strict=True)],
         depths=read["depths"],
-        broken_rows=[number for number, (is_broken,) in enumerate(read["broken"]) if is_broken],
+        nan_rows=[index for index, (flag,) in enumerate(read["chose_nan"]) if flag],
         is_finite=not any(flag for (flag,) in read["not_finite"]),
     )
 
 
-def _output(state: DecodeState, verified: Verified, acceptance: Acceptance, outcome: _Outcome) -> StepOutput:
-    """The output of a step, the tokens of each row cut where the row ends.
+def _output(
+    state: DecodeState, verified: Verified, acceptance: Acceptance, outcome: _Outcome, num_nodes: int = 1
+) -> StepOutput:
+    """The output of a step, the tokens of each row cut where the row ends; ``num_nodes`` as in it.
 
     Raises:
         RowsFailed: the tokens of some rows were chosen by NaN scores.
     """
-    if outcome.broken_rows:
-        failed = [state.rows[row] for row in outcome.broken_rows]
+    if outcome.nan_rows:
+        failed = [state.rows[row] for row in outcome.nan_rows]
         raise RowsFailed(failed) from ValueError("the base model's logits are not numbers (NaN)")
     outputs = []
     for index, row in enumerate(state.rows):
@@ -316,7 +321,7 @@ def _output(state: DecodeState, verified: Verified, acceptance: Acceptance, outc
             )
         )
     topology = verified.draft.topology
-    return StepOutput(outputs, topology.max_depth, topology.num_nodes - 1, verified.num_replayed)
+    return StepOutput(outputs, topology.max_depth, topology.num_nodes - 1, num_nodes)
 
 
 def _logprobs(

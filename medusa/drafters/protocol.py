@@ -15,7 +15,7 @@ import copy
 import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -173,16 +173,24 @@ def not_capturable(drafter: Drafter) -> list[Drafter]:
 
 
 class StatelessDrafter:
-    """Base class of drafters that keep nothing between steps, and only rank."""
+    """Base class of drafters that keep nothing between steps, and only rank.
+
+    A subclass has ``max_depth`` and ``draft``; for steps of fixed shape also what :class:`StaticDrafter` has.
+    """
 
     context_only = True
     needs_features = False
     aux_layers: tuple[int, ...] = ()
 
     def with_tree(self, tree: CandidateTree | None = None) -> Drafter:
-        if tree is None:
-            return copy.copy(self)  # type: ignore[return-value]  # subclasses have the protocol's methods
-        raise ValueError(f"{type(self).__name__} fills no tree but its own; leave tree out")
+        drafter = cast(Drafter, copy.copy(self))  # subclasses have the protocol's methods
+        # Rules that walk one path, and recurrent bases, ask for the chain that a drafter of one node a depth
+        # fills anyway.
+        if tree is None or tree.paths == CandidateTree.chain(drafter.max_depth).paths:
+            return drafter
+        raise ValueError(
+            f"{type(self).__name__} fills no tree but its own: leave tree out, or write its with_tree"
+        )
 
     def reset(self, num_rows: int, after: Drafter | None = None) -> None:
         """Nothing is kept."""
@@ -273,7 +281,7 @@ def raise_violated(drafter: Drafter, rules: Sequence[str], are_violated: Tensor)
     for rule, is_violated in zip(rules, are_violated.tolist(), strict=True):
         if is_violated:
             raise ValueError(
-                f"{type(drafter).__name__}.draft must return {rule}; it returned a draft without"
+                f"{type(drafter).__name__}.draft must return {rule}; this draft has something else"
             )
 
 

@@ -23,12 +23,16 @@ from medusa.base.gguf_file import type_name
 from medusa.base.quantised_forms import BLOCK, QuantisedMatrix
 from medusa.engine.kernels import PackedMatmul, lanes, weight_memory
 
-PACKED_TYPES = frozenset({2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 39})
-"""Types of GGUF that are held in their own bits, as GGUF numbers them: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to
-Q6_K, IQ4_NL, IQ4_XS and MXFP4."""
 FIRST_OF_DIRECTORIES = 1000
 """The first of the types of directories: whole numbers of 4 or 8 bits with a scale for each 32, in float16 or
 bfloat16, and perhaps a code of their own for zero. FILE_TYPES of ``cpp/file_types.cpp`` lists them."""
+
+
+def gguf_types() -> frozenset[int]:
+    """The types of GGUF that are held in their own bits, as GGUF numbers them: Q4_0, Q4_K, MXFP4 and others.
+    FILE_TYPES of ``cpp/file_types.cpp`` lists them."""
+    lanes()  # loads the kernels
+    return frozenset(torch.ops.medusa.gguf_types())
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class QuantisedRows:
     rows: Tensor
     """(out, bytes) uint8."""
     type: int
-    """Its type, of :data:`PACKED_TYPES` or from :data:`FIRST_OF_DIRECTORIES` on."""
+    """Its type, of :func:`gguf_types` or from :data:`FIRST_OF_DIRECTORIES` on."""
     num_inputs: int
     order: Tensor | None = None
     """(out,) long: the row of the file that is each output; None where it is the same."""

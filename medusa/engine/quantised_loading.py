@@ -40,11 +40,11 @@ from medusa.engine.file_weights import (
     released_pages,
 )
 from medusa.engine.group_quantised import (
-    PACKED_TYPES,
     GroupQuantisedLinear,
     GroupQuantisedLMHead,
     GroupQuantisedMatmul,
     QuantisedRows,
+    gguf_types,
 )
 from medusa.engine.held_sizes import check_fits
 from medusa.engine.kernels import kernels_unsupported_reason
@@ -245,7 +245,7 @@ def _file_modules(
     """The linear layers and embeddings of ``base`` that can hold their weight as the file has it, by the name
     of that weight."""
     found: dict[str, tuple[nn.Module, QuantisedRows]] = {}
-    for name, module, weight, entry in _file_matrices(file, base, weights, PACKED_TYPES):
+    for name, module, weight, entry in _file_matrices(file, base, weights, gguf_types()):
         if entry.shape != module.weight.shape:
             raise ValueError(
                 f"{entry.file}: tensor {entry.name!r} must have shape {tuple(module.weight.shape)}, as the "

@@ -52,7 +52,7 @@ class TunedTree:
     origin: Mapping[str, Any] = field(default_factory=dict)
     """The measurements, in plain JSON values."""
     step: str = DEFAULT_STEP
-    """How the steps were run that were timed (see :mod:`medusa.decoding.steps`)."""
+    """How the steps were run that were timed (see :mod:`medusa.decoding.step_plan`)."""
 
     @property
     def key(self) -> tuple[Runtime, str, int]:

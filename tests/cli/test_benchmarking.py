@@ -11,6 +11,7 @@ from reported import ran, reported
 from tiny_chat import save_chat_model, wide_tree
 
 import medusa.hardware
+from medusa.drafters.registry import DRAFTERS
 from medusa.measurement import benchmark
 from medusa.prompts import read_prompts
 
@@ -142,8 +143,8 @@ def test_greedy_every_drafter_is_identical_to_plain_and_rules_for_samples_are_re
     base, _, flags = setting
     own = ["--limit", 1, "--systems", "drafters", "--exit-layer", 1, "--draft-model", base]
     report, printed = measured(capsys, *flags, *own, "--acceptance", "exact", "typical", "block")
-    names = ["heads", "dynamic-heads", "suffix", "draft-model", "early-exit", "low-precision", "heads+suffix"]
-    names.append("dynamic-heads+suffix")
+    names = [name for name in DRAFTERS if name not in {"eagle3", "mtp", "plain"}]
+    names += ["heads+suffix", "dynamic-heads+suffix"]
     pairs = [each for name in names for each in (name, f"{name} x typical")]
     assert list(report["speedup_over_plain"]) == ["plain", *pairs]
     assert report["compared"] == sorted(["plain", *names])
@@ -200,7 +201,11 @@ def test_without_token_verification_the_first_rule_is_what_others_are_held_again
 def test_drafters_that_need_no_heads_are_compared_on_another_base_with_one_flag(setting, capsys):
     base, _, flags = setting
     report, _ = measured(capsys, "--base", base, *flags[4:], "--systems", "drafters", "--limit", 2)
-    assert list(report["speedup_over_plain"]) == ["plain", "suffix", "low-precision"]
+    need_more = {"heads", "dynamic-heads", "eagle3", "mtp", "draft-model", "early-exit", "plain"}
+    assert list(report["speedup_over_plain"]) == [
+        "plain",
+        *(name for name in DRAFTERS if name not in need_more),
+    ]
 
 
 def test_sampling_is_from_all_tokens_unless_flags_cut_some_off(setting, capsys):

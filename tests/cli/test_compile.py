@@ -14,7 +14,7 @@ from medusa.cli import loading
 from medusa.cli.loading import set_step
 from medusa.cli.main import main
 from medusa.decoding import steps
-from medusa.decoding.steps import Steps
+from medusa.decoding.step_plan import Steps
 from medusa.engine.kernels import kernels_unsupported_reason
 
 

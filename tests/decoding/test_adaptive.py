@@ -34,7 +34,7 @@ from medusa.decoding.adaptive import (
 from medusa.decoding.runners import Runner
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import PhaseClock
-from medusa.decoding.steps import Steps
+from medusa.decoding.step_plan import Steps
 from medusa.drafters.autoregressive import AutoregressiveDrafter
 from medusa.drafters.draft_model import (
     DraftModelDrafter,

@@ -12,7 +12,8 @@ from transformers import GenerationConfig
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.acceptance.rules import RULES
-from medusa.decoding.batch import BatchLimits, Row
+from medusa.decoding.batch import Batch, BatchLimits, Row
+from medusa.decoding.runners import runner_for
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft
 
@@ -59,6 +60,23 @@ def test_a_guess_that_is_no_number_leaves_all_text_as_it_is(engine, step, temper
     drafted = model.generate(**BATCH, **options, drafter=drafter, return_dict_in_generate=True)
     assert drafted.sequences.tolist() == plain.tolist()
     assert drafted.statistics.tokens_per_step > 1.2  # the steps without poison go on guessing
+
+
+def test_a_step_that_was_run_again_costs_what_it_was_begun_for():
+    """Its time holds both passes: as a step of one node it would make plain decoding look slow."""
+    model = MedusaModel(base_that_is_not_finite_after(POISON))
+    plain = model.generate(**BATCH, **OPTIONS, do_sample=False)
+    drafter = PoisonedOracle(answers_of(BATCH, plain), BUSHY, always=True)
+    runner = runner_for(model.base, model.profile)
+    batch = Batch(runner, lambda num_rows, has_references: (drafter, None))
+    request = model.request(**BATCH, **OPTIONS, do_sample=False)
+    batch.start(request)
+    outputs = []
+    batch._record = lambda burst, *rest: outputs.extend(burst.outputs)
+    while batch.is_busy:
+        batch.step()
+    assert {output.num_drafted for output in outputs} == {0, BUSHY.num_nodes - 1}
+    assert {output.num_nodes for output in outputs} == {BUSHY.num_nodes}
 
 
 class PoisonedLevels(LevelDrafter):

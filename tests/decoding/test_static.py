@@ -36,7 +36,7 @@ from medusa.decoding.cuda_graphs import MAX_KEPT
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.static import StaticState
 from medusa.decoding.static_rows import rounded_slots
-from medusa.decoding.steps import Steps
+from medusa.decoding.step_plan import Steps
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import PlainDrafter
@@ -293,7 +293,10 @@ STATIC = {
         {"acceptance": "token", "do_sample": True},
         "acceptance='token'; use acceptance='exact', or",
     ),
-    "another drafter": ({"drafter": ON_THE_HOST}, "OracleDrafter, which reads its drafts on the host"),
+    "another drafter": (
+        {"drafter": ON_THE_HOST},
+        "OracleDrafter, which is no StaticDrafter: it reads the text on the host, or lacks num_nodes",
+    ),
     "such a part": ({"drafter": UnionDrafter([SuffixDrafter(4), ON_THE_HOST])}, "OracleDrafter, which"),
 }
 STEPS = [

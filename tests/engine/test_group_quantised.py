@@ -10,7 +10,7 @@ from quantised_files import TYPES, random_rows
 from medusa.base.gguf_file import type_name
 from medusa.base.quantised_forms import QuantisedMatrix
 from medusa.engine import kernels
-from medusa.engine.group_quantised import PACKED_TYPES, GroupQuantisedMatmul, QuantisedRows
+from medusa.engine.group_quantised import GroupQuantisedMatmul, QuantisedRows, gguf_types
 
 pytestmark = needs_kernels
 needs_tiles = pytest.mark.skipif(
@@ -111,7 +111,7 @@ def test_columns_can_stand_in_an_order_of_inputs():
 
 
 def test_each_type_that_is_said_to_be_held_is_tried_here():
-    assert {int(kind) for kind in TYPES} == PACKED_TYPES
+    assert {int(kind) for kind in TYPES} == gguf_types()
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)

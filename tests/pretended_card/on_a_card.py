@@ -40,7 +40,7 @@ from medusa.base.causal_lm import lm_head_device
 from medusa.base.loading import load_base
 from medusa.decoding.batch import BatchLimits, Row
 from medusa.decoding.state import DecodeRequest
-from medusa.decoding.steps import Steps
+from medusa.decoding.step_plan import Steps
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.registry import DrafterFactory, DrafterSettings

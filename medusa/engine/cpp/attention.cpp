@@ -16,7 +16,7 @@
 namespace medusa {
 namespace {
 
-// ---------------------------------------------------------------------------------------- queries times keys
+// ---- queries times keys
 
 // Rows of `width` numbers each, which begin `stride` apart.
 struct Rows {
@@ -120,7 +120,7 @@ void score(const float* queries, int64_t count, Rows keys, Rows values, int64_t 
   }
 }
 
-// -------------------------------------------------------------------------------------- weights times values
+// ---- weights times values
 
 // weights (rows, count) times values (count, width), slot after slot -> sums (rows, width).
 struct WeightedSums {
@@ -175,7 +175,7 @@ template <int M = 6> void sum_values(int64_t rows, WeightedSums of) {
     if (rows) sum_values<M - 1>(rows, of);
 }
 
-// ----------------------------------------------------------------------------------------------- attention
+// ---- attention
 
 constexpr int64_t CHUNK = 128;        // positions that are summed apart from others
 constexpr int64_t MOST_QUERIES = 48;  // of one key head that are taken together

@@ -67,8 +67,7 @@ struct Continuations {
   }
 };
 
-// -------------------------------------------------------------------------------------- the tokens after a
-// node
+// ---- the tokens after a node
 
 // What a node of the beam is followed by.
 struct NodeInputs {
@@ -136,8 +135,7 @@ struct Mixture {
   }
 };
 
-// ---------------------------------------------------------------------------------------------------- a
-// level
+// ---- a level
 
 // The nodes that are expanded: the root, or the best candidates of the level above.
 struct Beam {
@@ -326,8 +324,7 @@ std::tuple<std::vector<Tensor>, bool> grow(
           goes_on};
 }
 
-// ---------------------------------------------------------------------------------------------------- the
-// tree
+// ---- the tree
 
 namespace {
 

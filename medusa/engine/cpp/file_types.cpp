@@ -3,6 +3,7 @@
 #include <string>
 
 #include "group_weights.h"
+#include "operators.h"
 
 namespace medusa {
 namespace {
@@ -152,8 +153,8 @@ void take_eight_bits_with_zero(const uint8_t* from, FileBlock& to) {
   std::memcpy(to.codes, from + 3, 32);
 }
 
-// Numbered as GGUF numbers them; from 1000 on, of directories. In the order of FileType: id, block, bytes,
-// form, zero, table, has_bfloat16_scales, take_apart.
+// Numbered as GGUF numbers them; from FIRST_OF_DIRECTORIES on, of directories. In the order of FileType: id,
+// block, bytes, form, zero, table, has_bfloat16_scales, take_apart. Types that share a form share its zero.
 constexpr FileType FILE_TYPES[] = {
     {2, 32, 18, Q4, 8, nullptr, false, take_q4_0},
     {3, 32, 20, Q4_MIN, 0, nullptr, false, take_q4_1},
@@ -178,12 +179,39 @@ constexpr FileType FILE_TYPES[] = {
     {1007, 32, 35, Q8_ZEROS, 128, nullptr, true, take_eight_bits_with_zero},
 };
 
+// Rows are rounded once for all matrices of a form, so what depends on the code for zero is that form's.
+constexpr bool types_of_a_form_share_its_zero() {
+  for (const FileType& type : FILE_TYPES)
+    for (const FileType& other : FILE_TYPES)
+      if (type.form == other.form && type.zero != other.zero) return false;
+  return true;
+}
+static_assert(types_of_a_form_share_its_zero(), "shift the codes of a type so that zero has its form's code");
+
+constexpr bool blocks_are_those_of_their_forms() {
+  for (const FileType& type : FILE_TYPES) {
+    auto numbers = []<typename F>() { return F::HAS_WHOLE_SCALES ? F::BLOCK : F::GROUP; };
+    if (type.block != with_form(type.form, numbers)) return false;
+  }
+  return true;
+}
+static_assert(blocks_are_those_of_their_forms(),
+              "a block must be a group with its scale, or 256 numbers whose groups have whole scales");
+
 }  // namespace
 
 const FileType& file_type(int64_t id) {
   for (const FileType& type : FILE_TYPES)
     if (type.id == id) return type;
-  throw std::runtime_error("no weights can be packed of type " + std::to_string(id));
+  throw std::runtime_error("weights of type " + std::to_string(id) +
+                           " are not held in their own bits: FILE_TYPES lists those that are");
+}
+
+std::vector<int64_t> gguf_types() {
+  std::vector<int64_t> ids;
+  for (const FileType& type : FILE_TYPES)
+    if (type.id < FIRST_OF_DIRECTORIES) ids.push_back(type.id);
+  return ids;
 }
 
 }  // namespace medusa

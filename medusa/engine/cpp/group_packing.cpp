@@ -10,8 +10,7 @@
 
 namespace medusa {
 
-// ------------------------------------------------------------------------------------------- the whole of
-// weights
+// ---- the whole of weights
 
 constexpr char MAGIC[8] = {'g', 'r', 'o', 'u', 'p', 'e', 'd', '1'};
 
@@ -42,8 +41,7 @@ bool are_group_quantised(const Tensor& weights) {
   return !std::memcmp(header->magic, MAGIC, sizeof(MAGIC)) && header->lanes == LANES;
 }
 
-// ------------------------------------------------------------------------------------------------------ a
-// block
+// ---- a block
 
 namespace {
 
@@ -150,8 +148,7 @@ const BlockForm& block_form(FormId id) {
   return forms[id];
 }
 
-// ----------------------------------------------------------------------------------------------------
-// operators
+// ---- operators
 
 // Bytes that matrices of `num_rows` rows take together.
 int64_t quantised_size(std::vector<int64_t> types, std::vector<int64_t> num_rows, int64_t num_inputs) {

@@ -3,12 +3,14 @@
 // panels.
 //
 // They are multiplied in one of two ways:
-// - In whole numbers: each row is rounded to 8 bits, with a step for each 32 numbers, or for 256 where a
-// file's scales
-//   are whole numbers themselves (as llama.cpp does). Sums of a group are exact in any order; groups are
-//   added in one order.
+//
+// - In whole numbers: each row is rounded to 8 bits, with a step for a run of 32 numbers, or of 256 where a
+//   file's scales are whole numbers themselves (as llama.cpp does). Sums of a group are exact in any order;
+//   groups are added in one order.
 // - In float32: a block of weights is widened to float32 and multiplied by rows as they are, column after
-// column. Either way the bits of a row's result depend on that row alone.
+//   column.
+//
+// Either way the bits of a row's result depend on that row alone.
 
 #pragma once
 
@@ -22,30 +24,32 @@ namespace medusa {
 // How far ahead weights are fetched, into the second cache.
 constexpr int64_t GROUP_BYTES_AHEAD = 8 * 4096;
 
-// Rows rounded to 8 bits. `aside` has for each group of a row what its sum (of numbers) gives beside the
-// codes:
-// - where a code stands for zero: minus that code times the sum, with which sums of products begin;
-// - where that code is each group's own: the sum;
-// - for whole minima: the sums of two groups as a pair of 16 bits;
-// - for other minima: the sum times the step, a float32.
+// Rows rounded to 8 bits. A weight is its code less the code for zero, or its code less a minimum, so the
+// products of codes lack a term that has the sum of a group's numbers for its factor. `corrections` hold this
+// factor for each group of a row, in the way that its form needs:
+//
+// - HAS_ZERO: minus the code for zero times the sum; sums of products begin with it;
+// - HAS_OWN_ZEROS: the sum;
+// - HAS_MINIMA, and HAS_WHOLE_SCALES: the sums of two groups as a pair of 16 bits;
+// - HAS_MINIMA alone: the sum times the step, a float32.
 struct WholeRows {
   int8_t* numbers;  // (rows, padded K)
-  float* steps;     // (rows, padded K / STEP)
-  int32_t* aside;   // (rows, padded K / GROUP); of whole minima, half as many
-  int64_t width, num_steps, num_aside;
-  int64_t stride;  // bytes from row to row: an odd number of lines, or rows would share few places of the
-                   // first cache
+  float* steps;     // (rows, padded K / RUN)
+  int32_t* corrections;  // (rows, padded K / GROUP); of whole minima, half as many
+  int64_t width, num_steps, num_corrections;
+  // Bytes from row to row: an odd number of lines, or rows would share few places of the first cache.
+  int64_t stride;
 
   // A row of these, from column k on.
   template <typename F> struct Row {
     const int8_t* numbers;
     const float* steps;
-    const int32_t* aside;
+    const int32_t* corrections;
   };
   template <typename F> Row<F> row(int64_t index, int64_t k = 0) const {
-    constexpr int64_t GROUPS_ASIDE = F::HAS_WHOLE_SCALES && F::HAS_MINIMA ? 2 : 1;
-    return {numbers + index * stride + k, steps + index * num_steps + k / F::STEP,
-            aside + index * num_aside + k / F::GROUP / GROUPS_ASIDE};
+    constexpr int64_t GROUPS_TOGETHER = F::HAS_WHOLE_SCALES && F::HAS_MINIMA ? 2 : 1;
+    return {numbers + index * stride + k, steps + index * num_steps + k / F::RUN,
+            corrections + index * num_corrections + k / F::GROUP / GROUPS_TOGETHER};
   }
 };
 

@@ -11,44 +11,44 @@
 namespace medusa {
 namespace {
 
-// Rows that are multiplied together, at most: in 8 bits they stay in the second cache while all weights pass
-// by.
+// Rows that are multiplied together, at most. In 8 bits they stay in the second cache while all weights pass.
 constexpr int64_t ROWS_AT_ONCE = 128;
-constexpr int64_t MOST_ROWS = 8;  // of a block whose sums stay in registers
+// Rows of a block, at most: with AVX-512 their sums stay in registers.
+constexpr int64_t MOST_BLOCK_ROWS = 8;
 
-// --------------------------------------------------------------------------------------- rows in whole
-// numbers
+// ---- rows in whole numbers
 
-// What a group's sum gives beside the codes, as WholeRows has it.
-template <typename F> void put_aside(int32_t sum, float step, int32_t zero, int64_t group, int32_t* aside) {
+// The correction for a group whose numbers have this sum, as WholeRows has it.
+template <typename F>
+void put_correction(int32_t sum, float step, int32_t zero, int64_t group, int32_t* corrections) {
   if constexpr (F::HAS_OWN_ZEROS)
-    aside[group] = sum;
+    corrections[group] = sum;
   else if constexpr (F::HAS_ZERO)
-    aside[group] = -zero * sum;
+    corrections[group] = -zero * sum;
   else if constexpr (!F::HAS_WHOLE_SCALES)
-    aside[group] = std::bit_cast<int32_t>(sum * step);
+    corrections[group] = std::bit_cast<int32_t>(sum * step);
   else
-    aside[group / 2] = group % 2 ? (aside[group / 2] & 0xffff) | sum << 16 : sum & 0xffff;
+    corrections[group / 2] = group % 2 ? (corrections[group / 2] & 0xffff) | sum << 16 : sum & 0xffff;
 }
 
 template <typename F>
 void round_row(const float* x, int64_t K, int32_t zero, const WholeRows& to, int64_t row) {
   int8_t* numbers = to.numbers + row * to.stride;
   float* steps = to.steps + row * to.num_steps;
-  int32_t* aside = to.aside + row * to.num_aside;
-  for (int64_t step = 0; step < to.num_steps; step++) {
-    int64_t first = step * F::STEP;
-    float padded[F::STEP] = {};
+  int32_t* corrections = to.corrections + row * to.num_corrections;
+  for (int64_t run = 0; run < to.num_steps; run++) {
+    int64_t first = run * F::RUN;
+    float padded[F::RUN] = {};
     const float* from = x + first;
-    if (first + F::STEP > K) {
-      int64_t count = std::max<int64_t>(0, K - first);
-      from = static_cast<const float*>(std::memcpy(padded, from, count * sizeof(float)));
+    if (first + F::RUN > K) {
+      if (first < K) std::memcpy(padded, from, (K - first) * sizeof(float));
+      from = padded;
     }
-    steps[step] = round_to_steps<F::STEP>(from, numbers + first);
-    for (int64_t group = first / F::GROUP; group < (first + F::STEP) / F::GROUP; group++) {
+    steps[run] = round_to_steps<F::RUN>(from, numbers + first);
+    for (int64_t group = first / F::GROUP; group < (first + F::RUN) / F::GROUP; group++) {
       int32_t sum = 0;
       for (int64_t k = 0; k < F::GROUP; k++) sum += numbers[group * F::GROUP + k];
-      put_aside<F>(sum, steps[step], zero, group, aside);
+      put_correction<F>(sum, steps[run], zero, group, corrections);
     }
   }
 }
@@ -57,21 +57,21 @@ void round_row(const float* x, int64_t K, int32_t zero, const WholeRows& to, int
 template <typename F> void round_rows(GroupProduct& product, const Part& part) {
   constexpr int64_t FEW_NUMBERS = 1 << 16;
   const FileType& type = part.type();
-  int64_t width = part.num_blocks() * F::BLOCK, num_steps = width / F::STEP, groups = width / F::GROUP;
-  int64_t num_aside = F::HAS_WHOLE_SCALES && F::HAS_MINIMA ? groups / 2 : groups;
-  int64_t M = product.M, num_rows = M + 2 * MOST_ROWS;  // the last block may reach beyond
+  int64_t width = part.num_blocks() * F::BLOCK, num_steps = width / F::RUN, groups = width / F::GROUP;
+  int64_t num_corrections = F::HAS_WHOLE_SCALES && F::HAS_MINIMA ? groups / 2 : groups;
+  int64_t M = product.M, num_rows = M + TILE_ROWS;  // the last block may reach beyond
   int64_t stride = (width + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
   if (stride / CACHE_LINE % 2 == 0) stride += CACHE_LINE;
-  float* memory = new float[num_rows * (num_steps + num_aside + stride / 4) + CACHE_LINE / 4];
+  float* memory = new float[num_rows * (num_steps + num_corrections + stride / 4) + CACHE_LINE / 4];
   product.memory[type.form].reset(memory);
   int8_t* numbers = reinterpret_cast<int8_t*>(at_line(memory));
   float* steps = reinterpret_cast<float*>(numbers + num_rows * stride);
-  int32_t* aside = reinterpret_cast<int32_t*>(steps + num_rows * num_steps);
+  int32_t* corrections = reinterpret_cast<int32_t*>(steps + num_rows * num_steps);
   std::memset(numbers + M * stride, 0, (num_rows - M) * stride);
   std::memset(steps + M * num_steps, 0, (num_rows - M) * num_steps * sizeof(float));
-  std::memset(aside + M * num_aside, 0, (num_rows - M) * num_aside * sizeof(int32_t));
+  std::memset(corrections + M * num_corrections, 0, (num_rows - M) * num_corrections * sizeof(int32_t));
   WholeRows& rows = product.rows[type.form];
-  rows = {numbers, steps, aside, width, num_steps, num_aside, stride};
+  rows = {numbers, steps, corrections, width, num_steps, num_corrections, stride};
   auto round = [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++)
       round_row<F>(product.x + row * product.K, product.K, type.zero, rows, row);
@@ -82,7 +82,7 @@ template <typename F> void round_rows(GroupProduct& product, const Part& part) {
     parallel_for(M, 1, round);
 }
 
-// Rows in whole numbers for each form of the weights; types that share a form have the same zero.
+// Rows in whole numbers for each form of the weights.
 void round_rows(GroupProduct& product) {
   for (const Part& part : product.weights) {
     if (product.memory[part.form()]) continue;
@@ -90,8 +90,7 @@ void round_rows(GroupProduct& product) {
   }
 }
 
-// -------------------------------------------------------------------------------------------------- in
-// vectors
+// ---- in vectors
 
 // sums + a lane's four codes times the four numbers of `quad`
 inline Int quad_added(Int sums, Bytes codes, int32_t quad) {
@@ -125,38 +124,41 @@ inline Int quad_added(Int sums, Bytes codes, int32_t quad) {
 }
 
 // J panels that lie `panel_bytes` from each other, from some block on.
-template <typename F, int J> struct Panels {
+struct Panels {
   const uint8_t* block;
   int64_t panel_bytes;
 
   const uint8_t* of(int j) const { return block + j * panel_bytes; }
 };
 
-// A block of M rows by J panels: the steps of its inner loop, each for all of the block. `rows` begin at the
-// columns of the panels' block, and row m of the numbers is `stride` bytes from row m - 1, and so on.
+// A block of M rows by J panels: the parts of its inner loop, each for all of the block. `row` is the first
+// of the rows, from the panels' block on; the numbers of the next begin `stride` bytes later, and so on.
+//
+// Products in tiles add the same numbers in the same order (group_products_in_tiles.cpp): change both. The
+// tests compare their bits.
 template <typename F, int M, int J> struct WholeBlock {
   using RowBlock = typename WholeRows::Row<F>;
   const WholeRows& rows;
 
   // What the sums of a group begin with: what its zero gives.
-  [[gnu::always_inline]] void begin_group(Panels<F, J> panels, const int32_t* aside, int64_t group,
+  [[gnu::always_inline]] void begin_group(Panels panels, RowBlock row, int64_t group,
                                           Int (&whole)[M][J]) const {
     if constexpr (F::HAS_ZERO)
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
-        for (int j = 0; j < J; j++) whole[m][j] = Int{} + aside[m * rows.num_aside + group];
+        for (int j = 0; j < J; j++) whole[m][j] = Int{} + row.corrections[m * rows.num_corrections + group];
     if constexpr (F::HAS_OWN_ZEROS)
 #pragma GCC unroll 2
       for (int j = 0; j < J; j++) {
         Int zeros = zeros_at(panels.of(j) + F::ZEROS + group * LANES);
 #pragma GCC unroll 8
-        for (int m = 0; m < M; m++) whole[m][j] = zeros * -aside[m * rows.num_aside + group];
+        for (int m = 0; m < M; m++) whole[m][j] = zeros * -row.corrections[m * rows.num_corrections + group];
       }
   }
 
   // Quads 2 i and 2 i + 1 of section `s` times the rows.
-  [[gnu::always_inline]] void add_quads(Panels<F, J> panels, const int8_t* numbers, int64_t s, int i,
+  [[gnu::always_inline]] void add_quads(Panels panels, RowBlock row, int64_t s, int i,
                                         Bytes table, int64_t ahead, Int (&whole)[M][J]) const {
     Bytes first[J], second[J];
 #pragma GCC unroll 2
@@ -173,17 +175,18 @@ template <typename F, int M, int J> struct WholeBlock {
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
-      int32_t one, other;
-      std::memcpy(&one, numbers + m * rows.stride + s * SECTION + 8 * i, 4);
-      std::memcpy(&other, numbers + m * rows.stride + s * SECTION + 8 * i + 4, 4);
+      const int8_t* numbers = row.numbers + m * rows.stride + s * SECTION + 8 * i;
+      int32_t first_quad, second_quad;
+      std::memcpy(&first_quad, numbers, 4);
+      std::memcpy(&second_quad, numbers + 4, 4);
 #pragma GCC unroll 2
       for (int j = 0; j < J; j++)
-        whole[m][j] = quad_added(quad_added(whole[m][j], first[j], one), second[j], other);
+        whole[m][j] = quad_added(quad_added(whole[m][j], first[j], first_quad), second[j], second_quad);
     }
   }
 
   // Adds the whole sums of a group to those of the block where scales are whole numbers, else to the results.
-  [[gnu::always_inline]] void end_group(Panels<F, J> panels, RowBlock row, int64_t group, bool are_bfloat16,
+  [[gnu::always_inline]] void end_group(Panels panels, RowBlock row, int64_t group, bool are_bfloat16,
                                         const Int (&whole)[M][J], Vec (&of_block)[M][J],
                                         Vec (&sums)[M][J]) const {
     Vec scales[J];
@@ -192,7 +195,7 @@ template <typename F, int M, int J> struct WholeBlock {
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
       Vec step =
-          splat(F::HAS_WHOLE_SCALES ? 0.f : row.steps[m * rows.num_steps + group * F::GROUP / F::STEP]);
+          splat(F::HAS_WHOLE_SCALES ? 0.f : row.steps[m * rows.num_steps + group * F::GROUP / F::RUN]);
 #pragma GCC unroll 2
       for (int j = 0; j < J; j++) {
         Vec sum = __builtin_convertvector(whole[m][j], Vec);
@@ -208,14 +211,14 @@ template <typename F, int M, int J> struct WholeBlock {
         Vec minima = scales_at(panels.of(j) + F::MINIMA + group * LANES * 2, false);
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
-          float sum = std::bit_cast<float>(row.aside[m * rows.num_aside + group]);
+          float sum = std::bit_cast<float>(row.corrections[m * rows.num_corrections + group]);
           sums[m][j] = multiply_add(minima, splat(sum), sums[m][j]);
         }
       }
   }
 
   // Adds the sums of a block whose scales are whole numbers to the results, and what its minima give.
-  [[gnu::always_inline]] void end_block(Panels<F, J> panels, RowBlock row, bool are_bfloat16,
+  [[gnu::always_inline]] void end_block(Panels panels, RowBlock row, bool are_bfloat16,
                                         const Vec (&of_block)[M][J], Vec (&sums)[M][J]) const {
 #pragma GCC unroll 2
     for (int j = 0; j < J; j++) {
@@ -230,7 +233,7 @@ template <typename F, int M, int J> struct WholeBlock {
 #pragma GCC unroll 8
           for (int pair = 0; pair < F::GROUPS / 2; pair++) {
             const uint8_t* minima = block + F::WHOLE_MINIMA + pair * 2 * LANES;
-            least = minima_added(least, minima, row.aside[m * rows.num_aside + pair]);
+            least = minima_added(least, minima, row.corrections[m * rows.num_corrections + pair]);
           }
           Vec minimum = __builtin_convertvector(least, Vec) * scales_at(block + F::MINIMA, false);
           sums[m][j] = multiply_add(minimum, -step, sums[m][j]);
@@ -240,12 +243,12 @@ template <typename F, int M, int J> struct WholeBlock {
   }
 };
 
-// The sums (M, J, LANES) of M rows from `first_row` on with J panels; what follows `ahead` bytes behind is
-// fetched.
+// The sums (M, J, LANES) of M rows from `first_row` on with J panels. Weights are fetched `ahead` bytes before
+// they are read; 0 where an earlier block of rows has just read them.
 template <typename F, int M, int J>
 [[gnu::noinline]] void multiply_block(const WholeRows& rows, int64_t first_row, const FileType& type,
-                                      Panels<F, J> panels, int64_t ahead, float* results) {
-  WholeBlock<F, M, J> with{rows};
+                                      Panels panels, int64_t ahead, float* results) {
+  WholeBlock<F, M, J> block{rows};
   Bytes table = table_of(F::IS_TABLE ? type.table : nullptr);
   bool are_bfloat16 = type.has_bfloat16_scales;
   Vec sums[M][J] = {};
@@ -260,17 +263,17 @@ template <typename F, int M, int J>
     for (int64_t s = 0; s < F::SECTIONS; s++) {
       constexpr int GROUPS_OF_SECTION = SECTION / F::GROUP, QUAD_PAIRS = F::GROUP / 8;
 #pragma GCC unroll 2
-      for (int half = 0; half < GROUPS_OF_SECTION; half++) {
-        int64_t group = s * GROUPS_OF_SECTION + half;
+      for (int place = 0; place < GROUPS_OF_SECTION; place++) {
+        int64_t group = s * GROUPS_OF_SECTION + place;
         Int whole[M][J] = {};
-        with.begin_group(panels, row.aside, group, whole);
+        block.begin_group(panels, row, group, whole);
 #pragma GCC unroll 4
         for (int i = 0; i < QUAD_PAIRS; i++)
-          with.add_quads(panels, row.numbers, s, half * QUAD_PAIRS + i, table, ahead, whole);
-        with.end_group(panels, row, group, are_bfloat16, whole, of_block, sums);
+          block.add_quads(panels, row, s, place * QUAD_PAIRS + i, table, ahead, whole);
+        block.end_group(panels, row, group, are_bfloat16, whole, of_block, sums);
       }
     }
-    if constexpr (F::HAS_WHOLE_SCALES) with.end_block(panels, row, are_bfloat16, of_block, sums);
+    if constexpr (F::HAS_WHOLE_SCALES) block.end_block(panels, row, are_bfloat16, of_block, sums);
   }
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++)
@@ -287,7 +290,7 @@ void multiply_pair_by_blocks(const GroupProduct& product, const PanelPair& pair,
   for (int j = 0; j < 2 && j * LANES < pair.width; j += J)
     for (int64_t row = 0; row < product.M; row += M) {
       float results[M * J * LANES];
-      Panels<F, J> panels{pair.panels + j * pair.panel_bytes, pair.panel_bytes};
+      Panels panels{pair.panels + j * pair.panel_bytes, pair.panel_bytes};
       multiply_block<F, M, J>(rows, row, type, panels, row ? 0 : GROUP_BYTES_AHEAD, results);
       write_results(product, to, results, std::min<int64_t>(M, product.M - row), J * LANES, row,
                     pair.column + j * LANES, std::min<int64_t>(J * LANES, pair.width - j * LANES));
@@ -296,7 +299,7 @@ void multiply_pair_by_blocks(const GroupProduct& product, const PanelPair& pair,
 
 template <typename F>
 void multiply_pair(const GroupProduct& product, const PanelPair& pair, const Target& to) {
-  int64_t num_blocks = (product.M + MOST_ROWS - 1) / MOST_ROWS;
+  int64_t num_blocks = (product.M + MOST_BLOCK_ROWS - 1) / MOST_BLOCK_ROWS;
   int64_t rows = (product.M + num_blocks - 1) / num_blocks;
   switch (rows) {
     case 1: return multiply_pair_by_blocks<F, 1>(product, pair, to);
@@ -317,13 +320,12 @@ void multiply_pairs_in_vectors(const GroupProduct& product, const Part& part, in
   });
 }
 
-// -------------------------------------------------------------------------------------------------- the
-// pieces
+// ---- the pieces
 
 // Bytes of all panels; a range of these is a piece of a product.
 int64_t panel_bytes_of(const GroupWeights& weights) {
   int64_t total = 0;
-  for (const Part& part : weights) total += part.num_pairs() * part.panel_bytes();
+  for (const Part& part : weights) total += 2 * part.num_pairs() * part.panel_bytes();
   return total;
 }
 
@@ -332,7 +334,7 @@ int64_t panel_bytes_of(const GroupWeights& weights) {
 template <typename Body> void for_pairs(const GroupWeights& weights, int64_t first, int64_t last, Body body) {
   int64_t before = 0, column = 0;
   for (const Part& part : weights) {
-    int64_t size = part.panel_bytes(), num_pairs = part.num_pairs();
+    int64_t size = 2 * part.panel_bytes(), num_pairs = part.num_pairs();
     auto pair_from = [&](int64_t bytes) {
       return std::clamp<int64_t>((bytes - before + size - 1) / size, 0, num_pairs);
     };
@@ -345,12 +347,14 @@ template <typename Body> void for_pairs(const GroupWeights& weights, int64_t fir
 
 // Products with the pairs of panels that begin between two bytes.
 void multiply(const GroupProduct& product, int64_t first, int64_t last, const Target& to) {
-  auto in_some_way = !product.in_whole_numbers()                     ? multiply_pairs_in_float32
-                     : has_tiles && product.M >= LEAST_ROWS_IN_TILES ? multiply_pairs_in_tiles
-                                                                     : multiply_pairs_in_vectors;
+  auto multiply_pairs = multiply_pairs_in_vectors;
+  if (!product.in_whole_numbers())
+    multiply_pairs = multiply_pairs_in_float32;
+  else if (has_tiles && product.M >= LEAST_ROWS_IN_TILES)
+    multiply_pairs = multiply_pairs_in_tiles;
   for_pairs(product.weights, first, last,
             [&](const Part& part, int64_t pair, int64_t end, int64_t first_column) {
-              in_some_way(product, part, pair, end, first_column, to);
+              multiply_pairs(product, part, pair, end, first_column, to);
             });
 }
 
@@ -362,12 +366,12 @@ struct SharedProduct : Work {
   float* y;
   int64_t size;
 
-  SharedProduct(GroupProduct given, const Tensor& x, const Tensor& bytes, const std::optional<Tensor>& bias,
+  SharedProduct(GroupProduct whole, const Tensor& x, const Tensor& bytes, const std::optional<Tensor>& bias,
                 float* y)
       : x(x),
         bytes(bytes),
         bias(bias),
-        product(std::move(given)),
+        product(std::move(whole)),
         y(y),
         size(panel_bytes_of(product.weights)) {
     num_pieces = pieces_of(size, 1);
@@ -411,19 +415,19 @@ Tensor group_quantised_product(const Tensor& x, const Tensor& bytes, const std::
   GroupWeights weights(bytes);
   int64_t K = weights.num_inputs();
   STD_TORCH_CHECK(x.dim() && x.size(x.dim() - 1) == K && weights.num_outputs() == width,
-                  "rows must be float32, of the weight's width");
+                  "rows and results must have the widths of the weights");
   std::vector<int64_t> shape = shape_of(x);
   shape.back() = width;
   Tensor y = new_tensor(shape, ScalarType::Float);
-  int64_t left = x.numel() / K, times = (left + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+  int64_t rows_left = x.numel() / K, chunks_left = (rows_left + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
   const float* rows = numbers<float>(x);
   float* to = numbers<float>(y);
-  for (; times; times--) {
-    int64_t M = (left + times - 1) / times;
+  for (; chunks_left; chunks_left--) {
+    int64_t M = (rows_left + chunks_left - 1) / chunks_left;  // chunks of about one size
     GroupProduct product{weights, rows, numbers<float>(bias), M, K, width};
     if (product.in_whole_numbers()) round_rows(product);
     share(std::make_shared<SharedProduct>(std::move(product), x, bytes, bias, to));
-    left -= M;
+    rows_left -= M;
     rows += M * K;
     to += M * width;
   }

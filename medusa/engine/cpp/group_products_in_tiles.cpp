@@ -130,7 +130,7 @@ template <typename F> struct Chunk {
     for (int r = 0; r < ROWS_ADDED; r++) {
       Int whole = *reinterpret_cast<const Int*>(sums[j][group][m + r]);
       if constexpr (F::HAS_OWN_ZEROS)
-        whole -= *reinterpret_cast<const Int*>(zeros[j][group]) * row.aside[r * rows.num_aside + group];
+        whole -= *reinterpret_cast<const Int*>(zeros[j][group]) * row.corrections[r * rows.num_corrections + group];
       Vec sum = __builtin_convertvector(whole, Vec);
       if constexpr (F::HAS_WHOLE_SCALES)
         of_block[r] = multiply_add(sum, scale, of_block[r]);
@@ -140,7 +140,7 @@ template <typename F> struct Chunk {
     if constexpr (!F::HAS_WHOLE_SCALES && F::HAS_MINIMA)
 #pragma GCC unroll 4
       for (int r = 0; r < ROWS_ADDED; r++) {
-        float sum = std::bit_cast<float>(row.aside[r * rows.num_aside + group]);
+        float sum = std::bit_cast<float>(row.corrections[r * rows.num_corrections + group]);
         totals[r] = multiply_add(load(minima[j][group]), splat(sum), totals[r]);
       }
   }
@@ -154,7 +154,7 @@ template <typename F> struct Chunk {
       for (int pair = 0; pair < F::GROUPS / 2; pair++)
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS_ADDED; r++) {
-          int32_t sums_of_pair = row.aside[r * rows.num_aside + b * F::GROUPS / 2 + pair];
+          int32_t sums_of_pair = row.corrections[r * rows.num_corrections + b * F::GROUPS / 2 + pair];
           least[r] = minima_added(least[r], block + F::WHOLE_MINIMA + pair * 2 * LANES, sums_of_pair);
         }
 #pragma GCC unroll 4

@@ -1,12 +1,12 @@
 // Weights that stay as a file has quantised them (GGUF; GPTQ, AWQ and other whole numbers with a scale a
 // group): their forms, how they lie in memory, and how they are read.
 //
-// A weight is a whole number, its code, of 4, 5, 6 or 8 bits. A group of 16 or 32 weights of an output shares
-// a scale, and in some formats a minimum, or the code that stands for zero. So a file's numbers are here in
-// their own bits, and none is changed.
+// A weight is a whole number, its code, of 4, 5, 6 or 8 bits; those of 2 and 3 bits are held in 4. A group of
+// 16 or 32 weights of an output shares a scale, and in some formats a minimum, or the code that stands for
+// zero. No number of a file is changed.
 //
 // Weights are a header, a Part for each matrix, and the parts' panels. A panel holds LANES outputs, and
-// consists of blocks of columns. A block is: float16 scales (of each group, or of the block), minima
+// consists of blocks of columns. A block is: scales of 16 bits (of each group, or of the block), minima
 // likewise; where scales are whole numbers, those of each group and its minima; zeros where each group has
 // its own; then the codes, in sections of 32 columns. A section's columns are eight quads of four, each as a
 // vector of LANES times four bytes. Two quads share a vector of half bytes; what codes have beyond 4 bits is
@@ -26,8 +26,7 @@ namespace medusa {
 
 constexpr int64_t SECTION = 32;  // columns
 
-// --------------------------------------------------------------------------------------------------------
-// forms
+// ---- forms
 
 struct FormOptions {
   int bits;                       // of a code
@@ -50,8 +49,7 @@ template <FormOptions OPTIONS> struct Form {
   static constexpr int64_t BLOCK = HAS_WHOLE_SCALES ? 256 : HAS_OWN_ZEROS ? 128 : 64;
   static constexpr int64_t GROUPS = BLOCK / GROUP;
   static constexpr int64_t SECTIONS = BLOCK / SECTION;
-  static constexpr int64_t STEP =
-      HAS_WHOLE_SCALES ? 256 : GROUP;  // numbers of a row that are rounded together
+  static constexpr int64_t RUN = HAS_WHOLE_SCALES ? 256 : GROUP;  // numbers of a row that share a step
 
   // Where the parts of a block begin.
   static constexpr int64_t NUM_SCALES = HAS_WHOLE_SCALES ? 1 : GROUPS;  // float16, for each lane
@@ -62,7 +60,7 @@ template <FormOptions OPTIONS> struct Form {
   static constexpr int64_t ZEROS = WHOLE_MINIMA + (HAS_WHOLE_SCALES && HAS_MINIMA ? GROUPS * LANES : 0);
   static constexpr int64_t END = ZEROS + (HAS_OWN_ZEROS ? GROUPS * LANES : 0);
   static constexpr int64_t CODES = (END + VECTOR_BYTES - 1) / VECTOR_BYTES * VECTOR_BYTES;
-  static constexpr int64_t SECTION_BYTES = VECTOR_BYTES * (BITS == 8 ? 8 : BITS);
+  static constexpr int64_t SECTION_BYTES = VECTOR_BYTES * BITS;
   static constexpr int64_t BLOCK_BYTES = CODES + SECTIONS * SECTION_BYTES;
 };
 
@@ -85,7 +83,7 @@ enum FormId : int32_t {
 };
 
 // Calls `body` with the form of this number.
-template <typename Body> auto with_form(int32_t id, Body body) {
+template <typename Body> constexpr auto with_form(int32_t id, Body body) {
   using Options = FormOptions;
   constexpr bool YES = true;
   auto call = [&]<FormOptions OPTIONS>() {
@@ -115,8 +113,7 @@ template <typename Body> auto with_form(int32_t id, Body body) {
   }
 }
 
-// ------------------------------------------------------------------------------------------- the types of
-// files
+// ---- the types of files
 
 // A row's block as its file has it, taken apart. Scales are the bits of float16, or of bfloat16.
 struct FileBlock {
@@ -130,8 +127,9 @@ struct FileBlock {
 struct FileType {
   int64_t id, block, bytes;  // numbers and bytes of a block in the file
   FormId form;
-  // What a code is less than its number; of a table, of the numbers as they are kept; where groups have their
-  // own zeros, what codes are lowered by to have 8 bits with a sign.
+  // A number is its scale times (code - zero). Of a table: what its numbers are raised by to have no sign.
+  // Where groups have their own zeros: what codes and zeros are both lowered by in tiles, to have 8 bits with
+  // a sign.
   int32_t zero;
   const int8_t* table;
   bool has_bfloat16_scales;
@@ -140,6 +138,8 @@ struct FileType {
 
 // The type of this number; file_types.cpp lists them.
 const FileType& file_type(int64_t id);
+// From this number on, types are not GGUF's, but those of directories.
+constexpr int64_t FIRST_OF_DIRECTORIES = 1000;
 
 // What is done with blocks of any form in the same way; group_packing.cpp has these functions.
 constexpr int64_t MOST_COLUMNS = 256;
@@ -154,8 +154,7 @@ struct BlockForm {
 };
 const BlockForm& block_form(FormId id);
 
-// -------------------------------------------------------------------------------------------- how weights
-// lie
+// ---- how weights lie
 
 constexpr int64_t MOST_PARTS = 64;
 
@@ -195,8 +194,7 @@ struct GroupWeights {
   }
 };
 
-// --------------------------------------------------------------------------------------------- reading a
-// block
+// ---- reading a block
 
 template <int BITS> struct Section {
   const uint8_t* codes;

@@ -42,39 +42,36 @@ STABLE_TORCH_LIBRARY(medusa, m) {
   m.def("num_outliers(Tensor panels) -> int");
   m.def("quantised_size(int[] types, int[] num_rows, int num_inputs) -> int");
   m.def(
-      "begin_quantised(Tensor(a!) weights, int[] types, int[] num_rows, int num_inputs, bool "
-      "in_whole_numbers)"
-      " -> ()");
+      "begin_quantised(Tensor(a!) weights, int[] types, int[] num_rows, int num_inputs,"
+      " bool in_whole_numbers) -> ()");
   m.def("pack_quantised(Tensor(a!) weights, int part, Tensor file_rows, Tensor? order) -> ()");
   m.def("unpack_quantised(Tensor weights) -> Tensor");
   m.def("quantised_rows(Tensor file_rows, Tensor ids, int type, int width) -> Tensor");
   m.def("is_in_whole_numbers(Tensor weights) -> bool");
+  m.def("gguf_types() -> int[]");
   // attention
   m.def(
-      "tree_attention(Tensor query, Tensor key, Tensor value, Tensor seen, float scale, float cap, Tensor? "
-      "sinks)"
-      " -> Tensor");
+      "tree_attention(Tensor query, Tensor key, Tensor value, Tensor seen, float scale, float cap,"
+      " Tensor? sinks) -> Tensor");
   m.def(
-      "seen_slots(Tensor lengths, Tensor depths, Tensor ancestors, int first, int end, bool by_range, int? "
-      "window)"
-      " -> Tensor");
+      "seen_slots(Tensor lengths, Tensor depths, Tensor ancestors, int first, int end, bool by_range,"
+      " int? window) -> Tensor");
   // drafts
   m.def("remember(Tensor(a!) ring, Tensor(b!) latest, int total, Tensor text) -> int");
   m.def(
       "continuations(Tensor tokens, Tensor lengths, Tensor[] predictions, Tensor[] corpora, Tensor totals,"
-      " Tensor odds, Tensor usual, Tensor(a!) trust, Tensor? source_guesses, int depth, int vocab_size) -> "
-      "Tensor[]");
+      " Tensor odds, Tensor usual, Tensor(a!) trust, Tensor? source_guesses, int depth, int vocab_size)"
+      " -> Tensor[]");
   m.def(
       "grow(Tensor logits, Tensor? sharpness, Tensor? noise, Tensor? token_map, Tensor? columns,"
       " Tensor expected_tokens, Tensor children, Tensor shares,"
       " Tensor paths, Tensor? match_nodes, Tensor? path_logprob, Tensor? candidate_numbers,"
-      " Tensor? largest_values, int num_wanted, int num_candidates, int fanout, int beam_width, bool "
-      "has_match,"
-      " float min_accept_prob) -> (Tensor[], bool)");
+      " Tensor? largest_values, int num_wanted, int num_candidates, int fanout, int beam_width,"
+      " bool has_match, float min_accept_prob) -> (Tensor[], bool)");
   m.def(
       "tree_of(Tensor root, Tensor[] levels, Tensor expected_tokens, Tensor children, Tensor shares,"
-      " Tensor match_nodes, Tensor path_logprob, Tensor candidate_numbers, int num_nodes, int max_depth) -> "
-      "Tensor[]");
+      " Tensor match_nodes, Tensor path_logprob, Tensor candidate_numbers, int num_nodes, int max_depth)"
+      " -> Tensor[]");
   m.def("argmax(Tensor scores) -> Tensor");
   m.def("hashed_bits(Tensor seeds, Tensor positions, int vocab_size) -> Tensor");
   // the processor
@@ -109,13 +106,13 @@ STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
 STABLE_TORCH_LIBRARY_IMPL(medusa, CompositeExplicitAutograd, m) {
   m.impl("twelve_size", TORCH_BOX(&medusa::twelve_bit_panel_bytes));
   m.impl("quantised_size", TORCH_BOX(&medusa::quantised_size));
+  m.impl("gguf_types", TORCH_BOX(&medusa::gguf_types));
   m.impl("lanes", TORCH_BOX(&medusa::lanes));
   m.impl("tiles", TORCH_BOX(&medusa::tiles));
   m.impl("force_own_threads", TORCH_BOX(&medusa::force_own_threads));
 }
 
-// ---------------------------------------------------------------------------------------------- functions of
-// C
+// ---- functions of C
 
 namespace medusa {
 namespace {

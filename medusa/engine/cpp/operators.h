@@ -1,4 +1,10 @@
-// The operators of torch, as operators.cpp registers them; each is described where it is defined.
+// The operators of torch, as operators.cpp registers them; each is described where it is defined. These files
+// call others:
+//
+//   products.cpp -> products_in_vectors.h, of each format: products_of_floats.cpp, products_of_int8.cpp,
+//                   products_of_twelve_bits.cpp; products_in_tiles.cpp
+//   products.cpp -> group_products.cpp (in vectors), group_products_in_tiles.cpp, group_products_in_float32.cpp
+//   all of them  -> threads.cpp, which shares their work out
 
 #pragma once
 
@@ -19,7 +25,9 @@ int64_t encode_twelve(const Tensor& weight, const Tensor& panels, int64_t row);
 Tensor decode_twelve(const Tensor& panels, int64_t num_outputs, int64_t num_inputs);
 int64_t twelve_bit_panel_bytes(int64_t num_inputs);
 int64_t num_outliers(const Tensor& panels);
-// group_packing.cpp; types are those of GGUF, and those of directories: see file_types.cpp
+// file_types.cpp: the types of GGUF that can be packed, as it numbers them
+std::vector<int64_t> gguf_types();
+// group_packing.cpp; types are those, and those of directories
 int64_t quantised_size(std::vector<int64_t> types, std::vector<int64_t> num_rows, int64_t num_inputs);
 void begin_quantised(Tensor weights, std::vector<int64_t> types, std::vector<int64_t> num_rows,
                      int64_t num_inputs, bool in_whole_numbers);

@@ -58,7 +58,7 @@ template <int N, typename Body> [[gnu::always_inline]] inline void each(Body bod
   }(std::make_integer_sequence<int, N>{});
 }
 
-// ------------------------------------------------------------------------------------------- rows in parts
+// ---- rows in parts
 
 // A row in parts, which lie `stride` bytes from each other; of int8 weights, the steps of its runs as well.
 template <typename InTile>
@@ -112,8 +112,7 @@ template <typename InTile> TiledRows tiled_rows(const Product& product, Scratch&
   return tiled;
 }
 
-// --------------------------------------------------------------------------------------- panels, tile by
-// tile
+// ---- panels, tile by tile
 //
 // `tile(j, step)` is a tile of a panel. `prepare(j, step, from, to)` is called while it is multiplied, in
 // sixteenths `from` to `to` of the step: it fetches what is read later.
@@ -202,8 +201,7 @@ template <int J> struct TwelveBitPanels {
   }
 };
 
-// -----------------------------------------------------------------------------------------------
-// multiplication
+// ---- multiplication
 
 // B blocks by J panels of bfloat16. For few blocks, which wait for memory, there are up to six sums, and each
 // panel is loaded anew for each part of each block, from the first cache. For more, up to four, and two

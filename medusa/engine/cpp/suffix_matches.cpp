@@ -20,8 +20,7 @@ constexpr float LEARNING_RATE = 0.05f, MOST_TRUST = 1.5f;
 // By so many tokens places of a corpus are found, by more at first.
 constexpr int64_t ORDERS[NUM_ORDERS] = {8, LEAST_OF_SEVERAL};
 
-// ------------------------------------------------------------------------------------------- texts and
-// places
+// ---- texts and places
 
 // A text to look for the last tokens in: one in memory, or the newest `capacity` tokens of a corpus.
 // Positions count from its beginning.
@@ -78,8 +77,7 @@ struct Places {
   }
 };
 
-// --------------------------------------------------------------------------------------------------- a
-// corpus
+// ---- a corpus
 
 // A corpus: its newest `capacity` tokens, and for each order which place had the same tokens before (`links`,
 // positions + 1) and which has them now (`latest`, by their hash). Hash chains, as zlib finds matches (RFC
@@ -139,8 +137,7 @@ struct Corpus {
   }
 };
 
-// ------------------------------------------------------------------------------------------- trust in a
-// source
+// ---- trust in a source
 
 // What each source guessed the last time: the text's length then, and of the best place the tokens that
 // agreed, 0 for none, and the token that followed.
@@ -174,8 +171,7 @@ void learn(float* trust, const SourceGuesses& guesses, const int64_t* text, int6
   }
 }
 
-// --------------------------------------------------------------------------------------------------- the
-// search
+// ---- the search
 
 // What is known of the rows, as the operator is given it.
 struct Search {

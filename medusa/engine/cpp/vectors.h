@@ -104,7 +104,7 @@ inline Vec exponential(Vec x) {
   return x < -87.f ? splat(0.f) : p * (Vec)power;
 }
 
-// ------------------------------------------------------------------------------------------- whole numbers
+// ---- whole numbers
 
 constexpr float ROUNDER =
     12582912.f;  // 1.5 * 2^23: a float32 that is added to it is rounded to a whole number
@@ -150,7 +150,7 @@ inline Int pairs_added(Int sums, Pairs numbers, int32_t pair) {
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------- bytes
+// ---- bytes
 
 // The bytes of `table` at the places that the lower halves of `codes` name; it has its 16 bytes again and
 // again.

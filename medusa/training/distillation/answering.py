@@ -289,6 +289,7 @@ class LocalAnswerer:
         self.batch_size = batch_size
         self.max_new_tokens = max_new_tokens
         self.stop_loops = stop_loops
+        self._processors_by_temperature: dict[float, LogitsProcessorList] = {}
         self.stop_ids = end_ids(model.base, self.tokenizer)
         if not self.stop_ids:
             raise ValueError(
@@ -352,10 +353,17 @@ class LocalAnswerer:
             self.max_new_tokens,
             seeds=torch.tensor([conversation.seed], device=device) if is_sampled else None,
             temperature=temperature if is_sampled else 1.0,
-            processors=LogitsProcessorList([TemperatureLogitsWarper(temperature)] if is_sampled else []),
+            processors=self._processors(temperature),
             eos_ids=stops,
         )
         return Row(request, conversation)
+
+    def _processors(self, temperature: float) -> LogitsProcessorList:
+        """One list for all rows of a temperature: a batch processes the scores of those at once."""
+        if temperature not in self._processors_by_temperature:
+            warpers = [TemperatureLogitsWarper(temperature)] if temperature > 0 else []
+            self._processors_by_temperature[temperature] = LogitsProcessorList(warpers)
+        return self._processors_by_temperature[temperature]
 
     def _refusal(self, row: Row) -> Refusal | None:
         context = self.model.profile.context
