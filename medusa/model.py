@@ -303,8 +303,8 @@ class MedusaModel:
             ValueError: there is no such drafter, it lacks something, or it cannot fill ``tree``; or a setting
                 is out of bounds, or this drafter does not read it.
         """
-        given: dict[str, Any] = {"draft_model": draft_model, "eagle3": eagle3}
-        settings = DrafterSettings(draft_length, draft_width, exit_layer=exit_layer, **given)
+        sources: dict[str, Any] = {"draft_model": draft_model, "eagle3": eagle3}
+        settings = DrafterSettings(draft_length, draft_width, exit_layer=exit_layer, **sources)
         check_read_by(settings, name)
         return DrafterFactory(self, settings).make(name, tree)
 

@@ -1,4 +1,4 @@
-"""One statement a line: compressed code is refused, as far as a program can tell it."""
+"""One statement a line, and names that say what the thing is: as far as a program can tell it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,36 @@ from conftest import CHECKOUT
 LIBRARY = CHECKOUT / "medusa"
 ROOMS = ("", *sorted(path.name for path in LIBRARY.iterdir() if (path / "__init__.py").exists()))
 """The packages of the library, and "" for the modules beside them."""
+
+
+PLACEHOLDERS = frozenset(["asked", "each", "found", "given", "here", "made", "read", "said", "there", "told"])
+"""Names that say how a value came about, and not what it is."""
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def placeholders(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """The lines of ``tree`` where a parameter or a variable has a placeholder for its name. In a
+    comprehension, where it lives for a line, and as a field, beside its class, it may have."""
+    short_lived = {
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, COMPREHENSIONS)
+        for generator in node.generators
+        for name in ast.walk(generator.target)
+    }
+    fields = {
+        statement.target
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and node.arg in PLACEHOLDERS:
+            yield node.lineno, f"has a parameter named {node.arg!r}"
+        is_stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        if is_stored and node.id in PLACEHOLDERS and node not in short_lived | fields:
+            yield node.lineno, f"names a value {node.id!r}"
 
 
 def compressions(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -43,7 +73,7 @@ def names_inside(node: ast.stmt) -> bool:
         part = waiting.pop()
         if isinstance(part, ast.NamedExpr):
             return True
-        if not isinstance(part, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+        if not isinstance(part, COMPREHENSIONS):
             waiting += ast.iter_child_nodes(part)
     return False
 
@@ -74,6 +104,29 @@ def test_a_line_does_one_thing(room):
     assert not compressed, "\n".join(compressed)
 
 
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_name_says_what_the_thing_is(room):
+    files = (LIBRARY / room).rglob("*.py") if room else LIBRARY.glob("*.py")
+    unnamed = [
+        f"{path.relative_to(CHECKOUT)}:{line} {what}"
+        for path in sorted(files)
+        for line, what in placeholders(ast.parse(path.read_text()))
+    ]
+    assert not unnamed, "\n".join(unnamed)
+
+
+@pytest.mark.parametrize(
+    "line", ["found = f()", "for each in a: pass", "def f(given): pass", "found: int = 1"]
+)
+def test_placeholders_are_refused(line):
+    assert list(placeholders(ast.parse(line)))
+
+
+@pytest.mark.parametrize("line", ["a = [f(each) for each in b]", "class A:\n read: int", "a.found = 1"])
+def test_other_names_pass(line):
+    assert not list(placeholders(ast.parse(line)))
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -83,7 +136,7 @@ def test_a_line_does_one_thing(room):
         "def f():\n arguments = a, b\n return g(*arguments)",
     ],
 )
-def test_what_does_several_things_is_seen(line):
+def test_what_does_several_things_is_refused(line):
     assert list(compressions(ast.parse(line if "def" in line else f"def f():\n {line}")))
 
 

@@ -191,13 +191,12 @@ def decoder_layers(base: CausalLM) -> nn.ModuleList:
     raise ValueError(f"{type(base).__name__} has no list of its {count} decoder layers: none can be read")
 
 
-def layers_of(hidden: Tensor, given: Sequence[int], wanted: Sequence[int]) -> Tensor:
-    """Hidden states (..., (1 + W) * D) with the layers ``wanted``, selected from states with the layers
-    ``given``."""
-    if list(given) == list(wanted):
+def layers_of(hidden: Tensor, layers: Sequence[int], wanted: Sequence[int]) -> Tensor:
+    """Hidden states (..., (1 + W) * D) with the layers ``wanted``, selected from states with ``layers``."""
+    if list(layers) == list(wanted):
         return hidden
-    last, *below = hidden.unflatten(-1, (1 + len(given), -1)).unbind(-2)
-    state_after = dict(zip(given, below, strict=True))
+    last, *below = hidden.unflatten(-1, (1 + len(layers), -1)).unbind(-2)
+    state_after = dict(zip(layers, below, strict=True))
     return torch.cat([last, *(state_after[layer] for layer in wanted)], dim=-1)
 
 

@@ -1,4 +1,7 @@
-"""The facts about a base on which the way of running depends, found once and asked everywhere."""
+"""The facts about a base on which the way of running depends, for whatever decodes with it.
+
+Functions that get a bare base, before it is decoded with, find what they need by themselves.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,10 @@ class BaseProfile:
     """V: rows of the LM head."""
     context: int | None
     """Positions within which rows of any lengths may share a pass; None when nothing bounds them."""
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.device.type == "cpu"
 
     @classmethod
     def of(cls, base: CausalLM) -> BaseProfile:

@@ -88,7 +88,7 @@ class Runner:
         """As :func:`medusa.base.causal_lm.prefill`; ``chunk`` is :data:`CPU_CHUNK` or :data:`CHUNK` by
         default."""
         if chunk is None:
-            chunk = CPU_CHUNK if self.profile.device.type == "cpu" else CHUNK
+            chunk = CPU_CHUNK if self.profile.is_on_cpu else CHUNK
         return prefill(
             self.base, tokens, lengths, cache, chunk, self.layers, self.run_pass, self.keeps_features, known
         )

@@ -276,19 +276,19 @@ def _read(verified: Verified, acceptance: Acceptance) -> _Outcome:
         "not_finite": verified.rows_not_finite().long(),  # (B, 1)
     }
     widths = [part.shape[1] for part in columns.values()]
-    read: dict[str, list[list[int]]] = {}
+    parts: dict[str, list[list[int]]] = {}
     on_host = torch.cat(list(columns.values()), dim=1).tolist()
     start = 0
     for name, width in zip(columns, widths, strict=True):
-        read[name] = [row[start : start + width] for row in on_host]
+        parts[name] = [row[start : start + width] for row in on_host]
         start += width
-    counts = [count + 1 for (count,) in read["num_accepted"]]
+    counts = [count + 1 for (count,) in parts["num_accepted"]]
     return _Outcome(
-        tokens=[row[:count] for row, count in zip(read["tokens"], counts, strict=True)],
-        paths=[row[:count] for row, count in zip(read["path"], counts, strict=True)],
-        depths=read["depths"],
-        nan_rows=[index for index, (flag,) in enumerate(read["chose_nan"]) if flag],
-        is_finite=not any(flag for (flag,) in read["not_finite"]),
+        tokens=[row[:count] for row, count in zip(parts["tokens"], counts, strict=True)],
+        paths=[row[:count] for row, count in zip(parts["path"], counts, strict=True)],
+        depths=parts["depths"],
+        nan_rows=[index for index, (flag,) in enumerate(parts["chose_nan"]) if flag],
+        is_finite=not any(flag for (flag,) in parts["not_finite"]),
     )
 
 

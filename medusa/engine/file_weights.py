@@ -134,7 +134,7 @@ def misses_weights(base: CausalLM) -> bool:
     return bool(base(input_ids=ids, use_cache=False).logits.isnan().any())
 
 
-def _refuse_to_save(*given: Any, **named: Any) -> None:
+def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
     raise ValueError(
         "save_pretrained needs the weights of the base, which was loaded for a CPU engine and holds them "
         "packed; load it with engine='eager' and save that"

@@ -92,13 +92,13 @@ class GroupQuantisedMatmul(PackedMatmul):
     def __init__(self, weights: Sequence[QuantisedRows], bias: Tensor | None, in_whole_numbers: bool):
         nn.Module.__init__(self)
         lanes()  # loads the kernels
-        num_rows = [len(each.rows) for each in weights]
-        types = [each.type for each in weights]
+        num_rows = [len(weight.rows) for weight in weights]
+        types = [weight.type for weight in weights]
         self.width = sum(num_rows)
         self.num_inputs = weights[0].num_inputs
-        self._types = dict.fromkeys((each.type_name for each in weights), 0)
-        for each in weights:
-            self._types[each.type_name] += each.rows.nbytes
+        self._types = dict.fromkeys((weight.type_name for weight in weights), 0)
+        for weight in weights:
+            self._types[weight.type_name] += weight.rows.nbytes
         if isinstance(bias, nn.Parameter):
             self.bias = bias
         else:
@@ -106,8 +106,8 @@ class GroupQuantisedMatmul(PackedMatmul):
         size = torch.ops.medusa.quantised_size(types, num_rows, self.num_inputs)
         panels = weight_memory.empty((size,), torch.uint8)
         torch.ops.medusa.begin_quantised(panels, types, num_rows, self.num_inputs, in_whole_numbers)
-        for index, each in enumerate(weights):
-            torch.ops.medusa.pack_quantised(panels, index, each.rows, each.order)
+        for index, weight in enumerate(weights):
+            torch.ops.medusa.pack_quantised(panels, index, weight.rows, weight.order)
         self.register_buffer("panels", panels, persistent=False)
         self.register_buffer("scales", None, persistent=False)
         self.register_buffer("input_order", weights[0].input_order, persistent=False)

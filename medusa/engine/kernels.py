@@ -169,8 +169,8 @@ def shared_constant(name: str) -> float:
 @functools.cache
 def _constants() -> dict[str, float]:
     text = (CPP / "constants.h").read_text()
-    found = re.findall(r"^constexpr (float|int64_t) (\w+) = (\S+?)f?;", text, re.MULTILINE)
-    return {name: float(value) if kind == "float" else int(value) for kind, name, value in found}
+    definitions = re.findall(r"^constexpr (float|int64_t) (\w+) = (\S+?)f?;", text, re.MULTILINE)
+    return {name: float(value) if kind == "float" else int(value) for kind, name, value in definitions}
 
 
 def _built(compiler: str, path: Path) -> Path:
@@ -183,14 +183,14 @@ def _built(compiler: str, path: Path) -> Path:
     sources = sorted(CPP.glob("*.cpp"), key=lambda source: source.stat().st_size, reverse=True)
     objects = [path.with_name(f"{source.stem}.o") for source in sources]
     commands = [
-        [compiler, tuned, *FLAGS, *includes, "-c", str(source), "-o", str(made)]
-        for source, made in zip(sources, objects, strict=True)
+        [compiler, tuned, *FLAGS, *includes, "-c", str(source), "-o", str(target)]
+        for source, target in zip(sources, objects, strict=True)
     ]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         list(threads.map(_run, commands))
     _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(path), *linked])
-    for made in objects:
-        made.unlink()
+    for target in objects:
+        target.unlink()
     return path
 
 
@@ -236,9 +236,9 @@ def tree_attention(
     kind, outside of decoding, the replaced implementation runs.
     """
     if attention_mask is None or attention_mask.dtype != torch.int32:
-        given = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, **kwargs}
-        given = {name: option for name, option in given.items() if option is not None}
-        return _ordinary(module)(module, query, key, value, attention_mask, **given)
+        options = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, **kwargs}
+        options = {name: option for name, option in options.items() if option is not None}
+        return _ordinary(module)(module, query, key, value, attention_mask, **options)
     unknown = [name for name, each in kwargs.items() if isinstance(each, Tensor) and name not in _PLACES]
     if unknown:
         raise ValueError(f"attention over a tree knows no {', '.join(unknown)}")
@@ -301,8 +301,9 @@ class PackedMatmul(nn.Module):
         """The rows of the matrix in their order, (``size``, in) float32 at a time; the last part may be
         smaller."""
         rows = self._buffers.get("rows")  # of an LM head, whose base was loaded for an engine
-        found = self.unpacked() if rows is None or self.is_int8 else rows
-        for part in found.split(size):
+        if rows is None or self.is_int8:
+            rows = self.unpacked()
+        for part in rows.split(size):
             yield part.float()
 
     @property
@@ -331,10 +332,10 @@ class PackedMatmul(nn.Module):
 
     def rounded(self) -> Self:
         """The same layer with its weights rounded to int8."""
-        made = copy.copy(self)
+        layer = copy.copy(self)
         panels, scales = pack([self.unpacked()], int8=True)
-        made._buffers = {**self._buffers, "panels": panels, "scales": scales}
-        return made
+        layer._buffers = {**self._buffers, "panels": panels, "scales": scales}
+        return layer
 
     def unpacked(self) -> Tensor:
         """The matrix (out, in) float32 that this multiplies by."""
@@ -512,8 +513,8 @@ def _in_twelve_bits(weights: Sequence[Tensor]) -> Tensor | None:
     panels = weight_memory.empty((-(-sum(map(len, weights)) // lanes()), size), torch.uint8)
     row = 0
     for weight in weights:
-        given = weight.bfloat16() if weight.dtype == torch.float16 else weight
-        if torch.ops.medusa.encode_twelve(given, panels, row) < 0:
+        in_bfloat16 = weight.bfloat16() if weight.dtype == torch.float16 else weight
+        if torch.ops.medusa.encode_twelve(in_bfloat16, panels, row) < 0:
             return None
         row += len(weight)
     return panels

@@ -52,10 +52,10 @@ def library_errors(what: str) -> Iterator[None]:
 
 def in_a_line(error: Exception) -> str:
     """The line of an error that says most: a compiler's first that has the word."""
-    said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
-    lines = [line.strip() for line in str(said or error).splitlines() if line.strip()]
-    told = next((line for line in lines if "error:" in line), lines[0] if lines else type(error).__name__)
-    return told[:300]
+    output = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+    lines = [line.strip() for line in str(output or error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    return next((line for line in lines if "error:" in line), first)[:300]
 
 
 def found_compiler() -> str | None:
@@ -112,7 +112,7 @@ def compile_library(path: Path, text: str, make: Callable[[Path], Path]) -> None
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     console = log_console()
-    made = path.with_suffix(".partial")
+    partial = path.with_suffix(".partial")
 
     def say(text: str) -> None:
         console.print(text, style="dim", soft_wrap=True)
@@ -121,14 +121,14 @@ def compile_library(path: Path, text: str, make: Callable[[Path], Path]) -> None
         if path.exists():
             return
         say(text)
-        shutil.rmtree(made, ignore_errors=True)  # leftovers of a killed process
-        made.mkdir()
+        shutil.rmtree(partial, ignore_errors=True)  # leftovers of a killed process
+        partial.mkdir()
         try:
             with console.status("compiling", spinner="dots"), files.disk_errors(path):
-                library = make(made)
+                library = make(partial)
                 files.write_json(path.with_suffix(".json"), _sealed(library))
                 library.chmod(0o755)
                 files.sync(library)
                 os.replace(library, path)
         finally:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)

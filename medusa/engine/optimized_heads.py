@@ -91,8 +91,8 @@ class OptimizedHeads(MedusaHeads):
     def logits_of(self, index: int, hidden: Tensor, lm_head: nn.Module, path: Tensor | None = None) -> Tensor:
         if self.programs is None or path is None:
             return super().logits_of(index, hidden, lm_head, path)
-        given = hidden, path, _held_rows(lm_head)
-        return self.programs[index]([each.contiguous() for each in given])[0]
+        inputs = [hidden, path, _held_rows(lm_head)]
+        return self.programs[index]([tensor.contiguous() for tensor in inputs])[0]
 
     def _read_path(self, index: int, rows: Tensor) -> Tensor:
         return self.path_products[index](rows)

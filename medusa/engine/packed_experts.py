@@ -38,7 +38,7 @@ class PackedExperts(nn.Module):
     def __init__(self, experts: Any, int8: bool, release: Callable[[Tensor], Tensor] | None):
         super().__init__()
         self.experts = experts
-        made = []
+        by_matrix = []
         for name in expert_matrices(experts):
             matrices = experts._parameters[name].detach()
             biases = (
@@ -48,11 +48,11 @@ class PackedExperts(nn.Module):
                 PackedMatmul([matrix.T if experts.is_transposed else matrix], bias, int8)
                 for matrix, bias in zip(matrices, biases, strict=True)
             ]
-            made.append(nn.ModuleList(products))
+            by_matrix.append(nn.ModuleList(products))
             if release is not None:
                 delattr(experts, name)
                 setattr(experts, name, release(matrices))
-        self.into, self.out_of = made
+        self.into, self.out_of = by_matrix
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         width = hidden_states.shape[-1]

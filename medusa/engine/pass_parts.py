@@ -330,10 +330,10 @@ class _Before(_End):
 
     def _made_of(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The tensors, each once, that the layers have taken and that are none of ``inputs``."""
-        made: list[Tensor] = []
+        tensors: list[Tensor] = []
         for stub in self._stubs:
-            made += [tensor for tensor in stub.noted.inputs if _place([*inputs, *made], tensor) < 0]
-        return made
+            tensors += [tensor for tensor in stub.noted.inputs if _place([*inputs, *tensors], tensor) < 0]
+        return tensors
 
 
 def _place(tensors: Sequence[Tensor], wanted: Tensor) -> int:

@@ -34,13 +34,13 @@ VERSION = 10
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers that ``module.forward`` reads, by name."""
-    read = {}
+    weights = {}
     for prefix, part in module.named_modules():
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             is_shown = isinstance(part, JoinedLinear) or (isinstance(part, PackedMatmul) and name == "weight")
             if tensor is not None and not is_shown:
-                read[f"{prefix}.{name}" if prefix else name] = tensor.detach()
-    return read
+                weights[f"{prefix}.{name}" if prefix else name] = tensor.detach()
+    return weights
 
 
 def is_sized_by_content(weight: Tensor) -> bool:
@@ -184,10 +184,10 @@ def compiled_program(exported: torch.export.ExportedProgram, directory: Path) ->
             "another"
         )
     with (
-        tempfile.TemporaryDirectory(prefix="medusa-", dir=places[0]) as made,
-        temporary_cache_dir(str(Path(made) / "inductor")),
+        tempfile.TemporaryDirectory(prefix="medusa-", dir=places[0]) as plain,
+        temporary_cache_dir(str(Path(plain) / "inductor")),
     ):
-        return Path(shutil.copy(_compiled_in(exported, Path(made)), directory))
+        return Path(shutil.copy(_compiled_in(exported, Path(plain)), directory))
 
 
 PLAIN_PLACES = ("/tmp", "/var/tmp", "/dev/shm")
@@ -231,8 +231,8 @@ def _compiled_in(exported: torch.export.ExportedProgram, directory: Path) -> Pat
     args, kwargs = exported.example_inputs
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of torch, about torch
         # without torch's package around it, whose writer ends the process where the disk is full
-        made = torch._inductor.aot_compile(exported.module(check_guards=False), args, kwargs, options=options)
-    return Path(cast(str, made))
+        path = torch._inductor.aot_compile(exported.module(check_guards=False), args, kwargs, options=options)
+    return Path(cast(str, path))
 
 
 def code_of(module: nn.Module) -> str:

@@ -87,7 +87,7 @@ def load_quantised(source: BaseSource, engine: Engine) -> CausalLM:
 def _check_widened_fits(name: str, num_weights: int, in_files: int) -> None:
     """Raise MemoryError where the weights find no place in float32; in the files they take ``in_files``."""
     others: tuple[Engine, ...] = ("auto",) if kernels_unsupported_reason() is None else ()
-    check_fits(name, "eager", lambda each: 4 * num_weights if each == "eager" else in_files, others)
+    check_fits(name, "eager", lambda engine: 4 * num_weights if engine == "eager" else in_files, others)
 
 
 # ------------------------------------------------------------------ directories
@@ -244,7 +244,7 @@ def _file_modules(
 ) -> dict[str, tuple[nn.Module, QuantisedRows]]:
     """The linear layers and embeddings of ``base`` that can hold their weight as the file has it, by the name
     of that weight."""
-    found: dict[str, tuple[nn.Module, QuantisedRows]] = {}
+    modules: dict[str, tuple[nn.Module, QuantisedRows]] = {}
     for name, module, weight, entry in _file_matrices(file, base, weights, gguf_types()):
         if entry.shape != module.weight.shape:
             raise ValueError(
@@ -258,21 +258,21 @@ def _file_modules(
         if not is_same and (isinstance(module, nn.Embedding) or module is lm_head(base)):
             continue
         rows = QuantisedRows(file.rows(entry.name), entry.type, entry.shape[1], None if is_same else order)
-        found[name] = (module, rows)
+        modules[name] = (module, rows)
         if module is base.get_input_embeddings() and lm_head(base).weight is module.weight:
-            found["tied"] = (lm_head(base), rows)
-    return found
+            modules["tied"] = (lm_head(base), rows)
+    return modules
 
 
 def _file_floats(file: GGUFFile, base: CausalLM, weights: Mapping[str, NamedWeight]) -> dict[str, Tensor]:
     """The matrices of ``base`` that are floats in the file, in their own type, by name."""
-    found = {}
+    matrices = {}
     for name, module, weight, entry in _file_matrices(file, base, weights, FLOAT_TYPES):
         order = weight.row_order(entry.shape[0])
         if order is not None and entry.shape == module.weight.shape:
             values = file.plain(entry.name)
-            found[name] = values if _is_in_order(order) else values[order]
-    return found
+            matrices[name] = values if _is_in_order(order) else values[order]
+    return matrices
 
 
 def _say_what_is_widened(others: Mapping[str, TensorEntry]) -> None:
@@ -300,16 +300,16 @@ def _hold_quantised(
     """Replace the modules directly below ``parent`` that are in ``quantised``, by their identity. Modules
     whose weight is read as plain numbers are packed as :func:`medusa.engine.views.pack_linears` does."""
     children = dict(parent.named_children())
-    read = {child: quantised[id(child)]() for child in children.values() if id(child) in quantised}
-    plain = {child: weight for child, weight in read.items() if isinstance(weight, Tensor)}
-    rows = {child: weight for child, weight in read.items() if isinstance(weight, QuantisedRows)}
-    made = _joined(parent, rows, in_whole_numbers)
+    weights = {child: quantised[id(child)]() for child in children.values() if id(child) in quantised}
+    plain = {child: weight for child, weight in weights.items() if isinstance(weight, Tensor)}
+    rows = {child: weight for child, weight in weights.items() if isinstance(weight, QuantisedRows)}
+    joined = _joined(parent, rows, in_whole_numbers)
     for name, child in children.items():
         if child not in rows:
             if isinstance(child, nn.Embedding) and is_narrow(child.weight):
                 setattr(parent, name, NarrowEmbedding(child))
             continue
-        new = made.get(child)
+        new = joined.get(child)
         if new is None and isinstance(child, nn.Embedding):
             setattr(parent, name, QuantisedEmbedding(child, rows[child]))
             continue
@@ -330,15 +330,15 @@ def _joined(
     parent: nn.Module, rows: Mapping[nn.Module, QuantisedRows], in_whole_numbers: bool
 ) -> dict[nn.Module, nn.Module]:
     """Replacements of the linear layers below ``parent`` that read one input, in one order."""
-    made: dict[nn.Module, nn.Module] = {}
+    replacements: dict[nn.Module, nn.Module] = {}
     for linears in joinable_linears(parent):
         weights = [rows[linear] for linear in linears if linear in rows]
         if len(weights) < len(linears) or not _have_one_order(weights):
             continue
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         product = GroupQuantisedMatmul(weights, torch.cat(biases) if biases else None, in_whole_numbers)
-        made.update(zip(linears, share_product(linears, product), strict=True))
-    return made
+        replacements.update(zip(linears, share_product(linears, product), strict=True))
+    return replacements
 
 
 def _have_one_order(weights: Sequence[QuantisedRows]) -> bool:

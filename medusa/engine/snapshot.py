@@ -43,8 +43,8 @@ def alteration_of(model: nn.Module) -> str | None:
 
 
 def _counting(hooks: dict[int, Any]) -> bool:
-    found = list(hooks.values())  # other threads may add some meanwhile
-    return any(not str(getattr(hook, "__module__", "")).startswith(HARMLESS_HOOKS) for hook in found)
+    present = list(hooks.values())  # other threads may add some meanwhile
+    return any(not str(getattr(hook, "__module__", "")).startswith(HARMLESS_HOOKS) for hook in present)
 
 
 class Snapshot:

@@ -79,11 +79,11 @@ def pack_linears(parent: nn.Module, int8: bool, release: Callable[[Tensor], Tens
     child: Any
     for name, child in list(parent.named_children()):
         if type(child) in (nn.Linear, Conv1D):
-            made: Any = others[child] if child in others else PackedLinear(child, int8)
+            packed: Any = others[child] if child in others else PackedLinear(child, int8)
             if release is not None:
-                del made.weight
-                made.weight = release(child.weight.detach())
-            setattr(parent, name, made)
+                del packed.weight
+                packed.weight = release(child.weight.detach())
+            setattr(parent, name, packed)
         elif is_experts(child) and not isinstance(parent, PackedExperts):
             setattr(parent, name, PackedExperts(child, int8, release))
 

@@ -290,7 +290,7 @@ def _by_llama_cpp(name: str, model: MedusaModel, files: Mapping[str, Path]) -> S
     if name not in files:
         known = f"; there are {', '.join(files)}" if files else ""
         return f"it needs a GGUF file of the base; give one with --llama-cpp{known}"
-    if model.device.type != "cpu":
+    if not model.profile.is_on_cpu:
         return f"it runs on the CPU here, and the base is on {model.device.type}"
     lacks = llama_cpp_unsupported_reason()
     if lacks is not None:

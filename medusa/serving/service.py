@@ -123,8 +123,8 @@ class Service:
         self.limits = BatchLimits(
             max_rows=options.max_rows,
             max_waiting=options.max_waiting,
-            chunk=options.chunk or (CPU_CHUNK if model.device.type == "cpu" else BatchLimits.chunk),
-            by_time=options.chunk is None and model.device.type == "cpu",
+            chunk=options.chunk or (CPU_CHUNK if model.profile.is_on_cpu else BatchLimits.chunk),
+            by_time=options.chunk is None and model.profile.is_on_cpu,
         ).in_memory(model.engine_base, *(_bytes(each) for each in (options.cache_mib, options.prefix_mib)))
         batches = {False: model.continuous_batch(self.limits, plain=options.plain)}
         if options.allow_plain:

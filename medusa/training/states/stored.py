@@ -123,9 +123,7 @@ class CachedHiddenStates(StatesDirectory):
             write_documents(self.directory, self._parts)
             write_json(manifest, self.header)
         if replace:
-            for shard in set(range(len(self.ends))) - set(self.missing()):
-                if self.damage(shard) is not None:
-                    self.path(shard).unlink()
+            self.remove(self.damaged(set(range(len(self.ends))) - set(self.missing())), line)
         for left in self.directory.glob(".*.partial-*"):  # of a run that was killed
             left.unlink()
         missing = self.missing()
