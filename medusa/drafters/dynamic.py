@@ -34,7 +34,7 @@ from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter, StatelessDrafter
 from medusa.drafters.suffix import MAX_CHILDREN, Continuations, continuations, no_trust, nothing_expected
-from medusa.engine.kernels import PackedLinear, shared_constant
+from medusa.engine.kernels import PackedMatmul, shared_constant
 from medusa.engine.views import packed_as
 from medusa.heads.autoregressive_head import AutoregressiveHead
 from medusa.heads.medusa_heads import MedusaHeads
@@ -379,7 +379,7 @@ class DynamicHeadsDrafter(DynamicDrafter, HeadsDrafter):
     """Medusa heads in dynamic trees."""
 
     def __init__(self, heads: MedusaHeads, lm_head: nn.Module, tree: CandidateTree):
-        self.has_kernels = isinstance(lm_head, PackedLinear)
+        self.has_kernels = isinstance(lm_head, PackedMatmul)
         self.trust = no_trust()
         HeadsDrafter.__init__(self, heads, lm_head, tree)
 

@@ -1,8 +1,10 @@
 """Heads optimised for their engine: their guesses never change the text.
 
 Every guess is verified, so heads need not be computed in the precision they were trained in. Where the base
-computes with the kernels, the heads' own layers do so with int8 weights, and so do the scores of a token map.
-On any other engine the rows of a token map are gathered once.
+computes with the kernels, the heads' own layers do so with int8 weights, and so do the scores of a token map:
+drafting reads these weights at every step, and that is most of its time. What a file holds in fewer bits, the
+heads' own weights in Q4_0 and the LM head of a quantised base, stays in these. On any other engine the rows
+of a token map are gathered once.
 
 Heads that read their path run once for each level of a dynamic tree, and calling their operators takes longer
 than computing them. For compiled steps all of them are one program (:func:`compile_heads`).
@@ -24,11 +26,17 @@ from medusa.base.causal_lm import (
     embedding_rows,
     embedding_weight,
 )
-from medusa.engine.group_quantised import GroupQuantisedLMHead
+from medusa.engine.group_quantised import (
+    GroupQuantisedLinear,
+    GroupQuantisedLMHead,
+    GroupQuantisedMatmul,
+    QuantisedRows,
+)
 from medusa.engine.kernels import PackedLinear, PackedMatmul
 from medusa.engine.programs import Part, Program
 from medusa.heads.draft_vocab import DraftVocab, GatheredRows
 from medusa.heads.medusa_heads import MedusaHeads
+from medusa.heads.stored_types import exact_four_bits
 
 AnyHeads = TypeVar("AnyHeads", bound=DraftVocab)
 
@@ -51,17 +59,48 @@ def optimized_heads(heads: AnyHeads, lm_head: nn.Module) -> AnyHeads:
         for module in list(quick.modules()):
             for name, child in list(module.named_children()):
                 if isinstance(child, nn.Linear):
-                    setattr(module, name, PackedLinear(child, int8=True))
+                    setattr(module, name, _packed_linear(child))
         if isinstance(heads, MedusaHeads):
             quick.__class__ = OptimizedHeads
             quick._modules.pop("paths", None)
             quick.path_products = nn.ModuleList(
-                PackedMatmul([weight.detach()], None, int8=True) for weight in getattr(heads, "paths", ())
+                _packed_product(weight.detach()) for weight in getattr(heads, "paths", ())
             )
     if scored is not None:
-        gathered = GatheredRows(lm_head, scored)
-        quick.scorer = PackedMatmul([gathered.rows], gathered.bias, int8=True) if has_kernels else gathered
+        quick.scorer = _packed_scorer(lm_head, scored) if has_kernels else GatheredRows(lm_head, scored)
     return quick
+
+
+def _packed_linear(linear: nn.Linear) -> PackedMatmul:
+    """A linear layer of heads, in four bits if it was read in these, else in int8."""
+    rows = exact_four_bits(linear.weight.detach())
+    if rows is None:
+        return PackedLinear(linear, int8=True)
+    return GroupQuantisedLinear(linear, _four_bits(rows, linear.in_features), in_whole_numbers=True)
+
+
+def _packed_product(weight: Tensor) -> PackedMatmul:
+    """The same of a matrix (out, in) that is no layer."""
+    rows = exact_four_bits(weight)
+    if rows is None:
+        return PackedMatmul([weight], None, int8=True)
+    return GroupQuantisedMatmul([_four_bits(rows, weight.shape[1])], None, in_whole_numbers=True)
+
+
+def _four_bits(rows: Tensor, num_inputs: int) -> QuantisedRows:
+    from gguf import GGMLQuantizationType
+
+    return QuantisedRows(rows, int(GGMLQuantizationType.Q4_0), num_inputs)
+
+
+def _packed_scorer(lm_head: nn.Module, tokens: Tensor) -> PackedMatmul:
+    """The rows of ``lm_head`` for ``tokens`` (V',) long: as its file has quantised them, else in int8."""
+    if isinstance(lm_head, GroupQuantisedLMHead):
+        rows = QuantisedRows(lm_head.file_rows[tokens], lm_head.file_type, lm_head.num_inputs)
+        bias = None if lm_head.bias is None else lm_head.bias.detach()[tokens]
+        return GroupQuantisedMatmul([rows], bias, in_whole_numbers=True)
+    gathered = GatheredRows(lm_head, tokens)
+    return PackedMatmul([gathered.rows], gathered.bias, int8=True)
 
 
 def _in_type(heads: AnyHeads, dtype: torch.dtype) -> AnyHeads:

@@ -64,6 +64,35 @@ def widened(rows: Tensor, dtype: str, shape: torch.Size) -> Tensor:
     return torch.from_numpy(quants.dequantize(rows.numpy(), GGMLQuantizationType[dtype]))
 
 
+def exact_four_bits(numbers: Tensor) -> Tensor | None:
+    """The bytes of ``numbers`` (N, D) in Q4_0, if these hold each of them exactly, as those that were read
+    from such a file; else None."""
+    if not is_grouped(numbers.shape) or _exact_scales(numbers[:1].float()) is None:
+        return None
+    numbers = numbers.float()
+    scales = _exact_scales(numbers)
+    return None if scales is None else _bytes_of_codes(numbers.unflatten(-1, (-1, GROUP)), scales)
+
+
+def _exact_scales(numbers: Tensor) -> Tensor | None:
+    """For each group of ``numbers`` (N, D) float32 a scale (N, groups, 1), of which all its numbers are -8 to
+    7 times; None where a group has none."""
+    groups = numbers.unflatten(-1, (-1, GROUP))
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    scales = torch.zeros_like(largest)
+    waiting = largest.flatten() != 0
+    for code in (-8, -7, *range(-6, 0), *range(1, 8)):  # what the largest number may be: mostly -8
+        left = waiting.nonzero().squeeze(1)
+        if not len(left):
+            break
+        scale = (largest.flatten()[left] / code).half().float()[:, None]  # (G, 1)
+        some = groups.flatten(0, -2)[left]  # (G, GROUP)
+        is_exact = (_codes(some, scale) * scale == some).all(-1)
+        scales.view(-1)[left[is_exact]] = scale.squeeze(1)[is_exact]
+        waiting[left[is_exact]] = False
+    return None if waiting.any() else scales
+
+
 def _in_eight_bits(numbers: Tensor) -> Tensor:
     """The bytes of ``numbers`` (N, D) float32 in Q8_0."""
     from gguf import GGMLQuantizationType, quants
@@ -86,9 +115,14 @@ def _in_four_bits(numbers: Tensor) -> Tensor:
         error = (_codes(groups, scale) * scale - groups).square().sum(-1, keepdim=True)
         best = torch.where(error < best_error, scale, best)
         best_error = torch.minimum(error, best_error)
-    codes = (_codes(groups, best) + 8).to(torch.uint8)
+    return _bytes_of_codes(groups, best)
+
+
+def _bytes_of_codes(groups: Tensor, scales: Tensor) -> Tensor:
+    """The bytes of ``groups`` (N, groups, GROUP) float32 in Q4_0, with these scales (N, groups, 1)."""
+    codes = (_codes(groups, scales) + 8).to(torch.uint8)
     pairs = codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4
-    return torch.cat([best.half().view(torch.uint8), pairs], dim=-1).flatten(-2)
+    return torch.cat([scales.half().view(torch.uint8), pairs], dim=-1).flatten(-2)
 
 
 def _codes(groups: Tensor, scale: Tensor) -> Tensor:

@@ -16,9 +16,11 @@ from medusa.base.loading import find_base, load_base
 from medusa.engine.compiled import CompiledPass, library_paths
 from medusa.engine.engine_state import apply_engine
 from medusa.engine.group_quantised import GroupQuantisedMatmul
+from medusa.engine.kernels import PackedMatmul
 from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_bytes
 from medusa.heads.fingerprint import BaseFingerprint
+from medusa.heads.stored_types import stored, widened
 
 pytestmark = needs_kernels
 pytest.importorskip("medusa.base.gguf_model", exc_type=ImportError, reason="needs a newer transformers")
@@ -56,11 +58,11 @@ def heads_for(path, **more):
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_in_float32_a_base_is_the_widened_one(architecture, files):
     path = files(architecture)
-    widened, packed = load_base(path), load_for_engine(path, "packed")
+    wide, packed = load_base(path), load_for_engine(path, "packed")
     ids = prompts()["input_ids"]
-    torch.testing.assert_close(packed(ids).logits, widened(ids).logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(packed(ids).logits, wide(ids).logits, atol=1e-4, rtol=1e-4)
     in_whole_numbers = load_for_engine(path, "auto")(ids).logits
-    assert not torch.allclose(in_whole_numbers, widened(ids).logits, atol=1e-4)
+    assert not torch.allclose(in_whole_numbers, wide(ids).logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
@@ -95,6 +97,30 @@ def test_compiled_steps_write_the_text_of_general_ones_with_any_draft(files):
     )
     general = MedusaModel(base, engine="int8").generate(**batch, **call, tree=CandidateTree.chain(0))
     assert general.tolist() == plain.tolist()
+
+
+def in_four_bits(matrix):
+    return widened(stored({"": matrix}, "Q4_0")[""], "Q4_0", matrix.shape)
+
+
+def test_heads_that_a_file_holds_in_four_bits_draft_in_these_and_by_the_kernels(files):
+    path = files("llama", "Q4_K_M")
+    heads = heads_for(path, reads_path=True, fused_layers=(1,), unembedding="token_map", token_map_size=96)
+    heads.token_map.copy_(torch.arange(3, 99))
+    for parameter in heads.parameters():
+        parameter.data.normal_(std=0.05)
+        if parameter.dim() == 2:
+            parameter.data = in_four_bits(parameter.data)
+    model = MedusaModel(load_for_engine(path, "auto"), heads, BUSHY, engine="auto")
+    quick = model.optimized_heads
+    products = [module for module in quick.modules() if isinstance(module, PackedMatmul)]
+    assert sorted({product.number_format for product in products}) == ["Q4_0", "Q6_K"]
+    assert model.make_drafter("dynamic-heads").has_kernels
+    hidden = torch.randn(2, 3, heads.config.hidden_size)
+    path_tokens = torch.randint(0, 250, (2, 3, 4))
+    ours = quick(hidden, lm_head(model.engine_base), path_tokens)
+    exact = heads(hidden, lm_head(load_base(path)), path_tokens)
+    assert (ours - exact).norm() < 0.02 * exact.norm()
 
 
 def test_layers_of_any_mixture_share_their_library(files, capsys):

@@ -24,7 +24,7 @@ from medusa.assets import shipped_heads
 from medusa.files import check_writable_target, write_json
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.heads.fingerprint import relative_distance
-from medusa.heads.stored_types import stored, widened
+from medusa.heads.stored_types import exact_four_bits, stored, widened
 
 MAP = torch.tensor([20, 3, 7, 0, 11])
 TREE = CandidateTree.from_paths([(0,), (1,), (0, 2)])
@@ -147,6 +147,17 @@ def test_four_bits_are_nearer_than_the_usual_scale_of_a_group():
     )
     assert relative_distance(ours, numbers) < 0.96 * relative_distance(torch.from_numpy(theirs), numbers)
     assert (ours[3] == 0).all()
+
+
+def test_numbers_that_were_read_in_four_bits_are_those_four_bits_again():
+    numbers = torch.randn(7, 96)
+    numbers[2, 32:64] = 0
+    numbers[3, :32] = torch.arange(32).remainder(8) - 7.0  # the largest is no -8
+    rows = stored({"it": numbers}, "Q4_0")["it"]
+    again = exact_four_bits(widened(rows, "Q4_0", numbers.shape))
+    assert torch.equal(widened(again, "Q4_0", numbers.shape), widened(rows, "Q4_0", numbers.shape))
+    assert exact_four_bits(numbers) is None
+    assert exact_four_bits(torch.zeros(3, 40)) is None, "no groups of 32"
 
 
 def test_whole_numbers_that_are_damaged_are_refused(tmp_path):
