@@ -139,8 +139,8 @@ def name_in_reports(base: str) -> str:
     """``base`` as a report names it, which others read too: what `medusa fetch` brings by its name, and what
     lies below the working directory from there."""
     path = Path(base)
-    for name, each in FETCHABLE_FILES.items():
-        if path == each.home(name) / each.file:
+    for name, fetchable in FETCHABLE_FILES.items():
+        if path == fetchable.home(name) / fetchable.file:
             return name
     if path.is_absolute() and path.is_relative_to(Path.cwd()):
         return str(path.relative_to(Path.cwd()))
@@ -163,26 +163,24 @@ def shipped_names(suffix: str) -> list[str]:
     return sorted(path.stem for path in shipped_files().glob(f"*{suffix}"))
 
 
-def named_file(given: str | Path, suffix: str, what: str) -> Path:
-    """The file ``given``, or the one that ships under this name: ``smollm2`` is ``configs/smollm2.yaml``.
+def named_file(name: str | Path, suffix: str, kind: str) -> Path:
+    """The file ``name``, or the one that ships under this name: ``smollm2`` is ``configs/smollm2.yaml``.
 
     Args:
-        what: the file is, for the message.
+        kind: what the file is, for the message.
 
     Raises:
         FileNotFoundError: there is neither; the message names what ships.
     """
-    path = Path(given)
+    path = Path(name)
     names = shipped_names(suffix)
     if path.is_file():
         return path
-    if str(given) in names:
-        return shipped_files() / f"{given}{suffix}"
+    if str(name) in names:
+        return shipped_files() / f"{name}{suffix}"
     nearest = difflib.get_close_matches(path.name.removesuffix(suffix), names, n=1)
     advice = f"did you mean {nearest[0]!r}?" if nearest else f"give a path, or one of {', '.join(names)}"
-    raise FileNotFoundError(
-        f"{what} {str(given)!r} does not exist here, nor among the shipped ones; {advice}"
-    )
+    raise FileNotFoundError(f"{kind} {str(name)!r} does not exist here, nor among the shipped ones; {advice}")
 
 
 def shipped_heads() -> dict[str, Path]:

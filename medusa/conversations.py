@@ -98,13 +98,13 @@ def _message(turn: Any, role_key: str, content_key: str, where: str) -> Message:
         )
     role = ROLES[called]
     content = turn.get(content_key)
-    read = {role_key, content_key, *ANSWER_KEYS, *_IS_TRAINED}
-    beside = {key: value for key, value in turn.items() if value is not None and key not in read}
+    known_keys = {role_key, content_key, *ANSWER_KEYS, *_IS_TRAINED}
+    beside = {key: value for key, value in turn.items() if value is not None and key not in known_keys}
     check_finite(beside, where)
     calls = turn.get("tool_calls") or [each for each in [turn.get("function_call")] if each]
     if called == "function_call":  # its content is the call, as JSON text
-        found = parsed_json(checked_text(content, content_key, where), f"{where}: {content_key}")
-        calls = found if isinstance(found, list) else [found]
+        parsed_content = parsed_json(checked_text(content, content_key, where), f"{where}: {content_key}")
+        calls = parsed_content if isinstance(parsed_content, list) else [parsed_content]
         content = None
     text = "" if role == "assistant" and content is None else _content(content, where)
     message: Message = {"role": role, "content": text, **beside}
@@ -141,13 +141,17 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise ValueError(
             f"{where}: a tool call must be an object with function, and that one with name, got {call!r:.80}"
         )
-    given = arguments = function.get("arguments") or {}
-    if isinstance(given, str):
-        arguments = parsed_json(given, f"{where}: arguments of a tool call") if given.strip() else {}
+    raw_arguments = arguments = function.get("arguments") or {}
+    if isinstance(raw_arguments, str):
+        arguments = (
+            parsed_json(raw_arguments, f"{where}: arguments of a tool call") if raw_arguments.strip() else {}
+        )
         check_keepable(arguments, f"{where}: arguments of a tool call")
     check_finite(arguments, f"{where}: arguments of a tool call")
     if not isinstance(arguments, dict):
-        raise ValueError(f"{where}: arguments of a tool call must be a JSON object, got {given!r:.80}")
+        raise ValueError(
+            f"{where}: arguments of a tool call must be a JSON object, got {raw_arguments!r:.80}"
+        )
     if function is call:
         function = {key: value for key, value in call.items() if key not in ("id", "type")}
         call = {key: call[key] for key in ("id", "type") if key in call}
@@ -156,16 +160,16 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 def written_call(call: Mapping[str, Any]) -> dict[str, Any]:
     """``call``, in the order of its keys, without nulls and with ``type``, which some templates write."""
-    told = {key: value for key, value in call.items() if value is not None}
-    if "type" in told:
-        return told
-    before = {key: told.pop(key) for key in [*told] if key != "function"} if "function" in told else {}
-    return {**before, "type": "function", **told}
+    fields = {key: value for key, value in call.items() if value is not None}
+    if "type" in fields:
+        return fields
+    before = {key: fields.pop(key) for key in [*fields] if key != "function"} if "function" in fields else {}
+    return {**before, "type": "function", **fields}
 
 
 def _is_trained(turn: Mapping[str, Any], role: str, where: str) -> bool:
-    given = {key: turn[key] for key in _IS_TRAINED if turn.get(key) is not None}
-    for key, value in given.items():
+    flags = {key: turn[key] for key in _IS_TRAINED if turn.get(key) is not None}
+    for key, value in flags.items():
         if value not in (0, 1):
             raise ValueError(
                 f"{where}: {key} must be {'0 or 1' if key == 'weight' else 'true or false'}, since a message "
@@ -176,7 +180,7 @@ def _is_trained(turn: Mapping[str, Any], role: str, where: str) -> bool:
                 f"{where}: {key} must not be {value!r} in a message of the {role}, which is context; leave "
                 f"{key} out"
             )
-    return all(given.values())
+    return all(flags.values())
 
 
 def opened(row: Mapping[str, Any], messages: Iterable[Message], origin: str) -> tuple[Message, ...]:
@@ -185,20 +189,24 @@ def opened(row: Mapping[str, Any], messages: Iterable[Message], origin: str) -> 
     Raises:
         ValueError: it has another one than they have, or a ``history``, which they have in them.
     """
-    found = list(messages)
+    conversation = list(messages)
     if row.get("history"):
         raise ValueError(
             f"{origin}: history goes with one question and its answer, got it beside whole messages; put its "
             "turns among them, or leave it out"
         )
-    own = found[0]["content"] if found and found[0]["role"] == "system" else None
+    own = conversation[0]["content"] if conversation and conversation[0]["role"] == "system" else None
     system = _system(row, origin)
     if system and own is not None and own.strip() != system.strip():
         raise ValueError(
             f"{origin} has two system messages, {system!r:.40} beside the messages and {own!r:.40} among "
             "them; leave one out"
         )
-    return tuple(found if own is not None or not system else [{"role": "system", "content": system}, *found])
+    return tuple(
+        conversation
+        if own is not None or not system
+        else [{"role": "system", "content": system}, *conversation]
+    )
 
 
 def exchange(row: Mapping[str, Any], question: str, answer: str | None, origin: str) -> tuple[Message, ...]:
@@ -216,8 +224,11 @@ def exchange(row: Mapping[str, Any], question: str, answer: str | None, origin: 
             f"{origin}: history must be a list of pairs, a question and its answer, got {history!r:.80}"
         )
     turns: list[Message] = [{"role": "system", "content": system}] if system else []
-    for asked, answered in history:
-        turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    for earlier_question, earlier_answer in history:
+        turns += [
+            {"role": "user", "content": earlier_question},
+            {"role": "assistant", "content": earlier_answer},
+        ]
     turns.append({"role": "user", "content": question})
     if answer is not None:
         beside = {key: row[key] for key in _OF_THE_ANSWER if row.get(key) is not None}
@@ -236,27 +247,34 @@ def as_template(messages: Iterable[Message], tokenizer: Any) -> list[Message]:
     object, such as a call that a length limit has cut, stays text; a template that goes through arguments by
     name, as Qwen3-Coder's does, gets it under the name ``arguments``.
     """
-    found = [
-        {**each, "thinking": each["reasoning_content"]} if each.get("reasoning_content") else each
-        for each in messages
+    template_messages = [
+        {**message, "thinking": message["reasoning_content"]} if message.get("reasoning_content") else message
+        for message in messages
     ]
     template = str(tokenizer.chat_template)
-    found = [_with_parts(each) if _wants_parts(tokenizer, template, each["role"]) else each for each in found]
-    if not any(each.get("tool_calls") for each in found):
-        return found
+    template_messages = [
+        _with_parts(message) if _wants_parts(tokenizer, template, message["role"]) else message
+        for message in template_messages
+    ]
+    if not any(message.get("tool_calls") for message in template_messages):
+        return template_messages
     if _joins(tokenizer, template):
-        return [_with_arguments(each, _as_text) for each in found]
+        return [_with_arguments(message, _as_text) for message in template_messages]
     takes_text = _takes_text(tokenizer, template)
-    return [_with_arguments(each, lambda given: _as_object(given, takes_text=takes_text)) for each in found]
+    return [
+        _with_arguments(message, lambda arguments: _as_object(arguments, takes_text=takes_text))
+        for message in template_messages
+    ]
 
 
 def as_openai(messages: Iterable[Message]) -> list[Message]:
     """``messages`` as OpenAI's protocol writes them, without keys that it does not know."""
     known = (*_OF_OPENAI, "tool_calls")
     written = [
-        _with_arguments({key: each[key] for key in known if key in each}, _as_text) for each in messages
+        _with_arguments({key: message[key] for key in known if key in message}, _as_text)
+        for message in messages
     ]
-    for call in (call for each in written for call in each.get("tool_calls") or ()):
+    for call in (call for message in written for call in message.get("tool_calls") or ()):
         named = {key: call[key] for key in ("id", "type") if key in call}
         function = {key: call["function"][key] for key in ("name", "arguments")}
         call.clear()
@@ -276,20 +294,20 @@ def _with_parts(message: Message) -> Message:
 def _wants_parts(tokenizer: Any, template: str, role: str) -> bool:
     """Whether ``template``, the tokenizer's own, shows what a message of ``role`` says in parts alone."""
     text = "the content of a message"
-    asked: list[Message] = []
+    user_messages: list[Message] = []
     if role != "user":
         question = {"role": "user", "content": "a question"}
-        asked = [_with_parts(question) if _wants_parts(tokenizer, template, "user") else question]
-    said = {"role": role, "content": text}
+        user_messages = [_with_parts(question) if _wants_parts(tokenizer, template, "user") else question]
+    probe = {"role": role, "content": text}
 
     def shows(message: Message) -> bool:
         try:
-            order = [message, *asked] if role == "system" else [*asked, message]
+            order = [message, *user_messages] if role == "system" else [*user_messages, message]
             return text in tokenizer.apply_chat_template(order, tokenize=False)
         except (jinja2.TemplateError, TypeError):
             return False
 
-    return not shows(said) and shows(_with_parts(said))
+    return not shows(probe) and shows(_with_parts(probe))
 
 
 def _with_arguments(message: Message, written: Callable[[Any], Any]) -> Message:
@@ -313,13 +331,13 @@ def _as_object(arguments: Any, *, takes_text: bool) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        found = parsed_json(arguments if arguments.strip() else "{}", "arguments")
-        check_keepable(found, "arguments")
-        check_finite(found, "arguments")
+        parsed = parsed_json(arguments if arguments.strip() else "{}", "arguments")
+        check_keepable(parsed, "arguments")
+        check_finite(parsed, "arguments")
     except ValueError:
-        found = None
-    if isinstance(found, dict):
-        return found
+        parsed = None
+    if isinstance(parsed, dict):
+        return parsed
     return arguments if takes_text else {"arguments": arguments}
 
 
@@ -327,9 +345,9 @@ def _with_a_call(tokenizer: Any, arguments: Any) -> str:
     """A conversation with a call of ``arguments``, as the tokenizer's chat template writes it; empty where it
     refuses them."""
     call = {"type": "function", "function": {"name": "function", "arguments": arguments}}
-    asked = {"role": "user", "content": "a question"}
+    question = {"role": "user", "content": "a question"}
     try:
-        messages = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        messages = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
         return tokenizer.apply_chat_template(messages, tokenize=False)
     except (jinja2.TemplateError, TypeError):
         return ""
@@ -354,10 +372,10 @@ def _takes_text(tokenizer: Any, template: str) -> bool:
 
 
 def _system(row: Mapping[str, Any], origin: str) -> str:
-    given = {name: checked_text(row[name], name, origin) for name in _SYSTEM if row.get(name)}
-    if len({*given.values()}) > 1:
-        raise ValueError(f"{origin} has two system messages, {' and '.join(given)}; leave one out")
-    return next(iter(given.values()), "")
+    system_texts = {name: checked_text(row[name], name, origin) for name in _SYSTEM if row.get(name)}
+    if len({*system_texts.values()}) > 1:
+        raise ValueError(f"{origin} has two system messages, {' and '.join(system_texts)}; leave one out")
+    return next(iter(system_texts.values()), "")
 
 
 def refuse_beside_messages(row: Mapping[str, Any], origin: str) -> None:
@@ -374,12 +392,14 @@ def refuse_beside_messages(row: Mapping[str, Any], origin: str) -> None:
 def refuse_beside_text(row: Mapping[str, Any], origin: str) -> None:
     """Raise ValueError where ``row`` says something of a conversation beside a text, which is none."""
     refuse_beside_messages(row, origin)
-    told = next((key for key in row if str(key).lower() in _OF_A_SPEAKER and row[key] is not None), None)
-    if told:
+    speaker_key = next(
+        (key for key in row if str(key).lower() in _OF_A_SPEAKER and row[key] is not None), None
+    )
+    if speaker_key:
         raise ValueError(
-            f"{origin}: text must be the model's own words, and {told} says that somebody speaks, got "
-            f"{row[told]!r:.40}; give the conversation as messages, a tree of messages with message_id, "
-            f"parent_id, role and text in each row, or leave {told} out"
+            f"{origin}: text must be the model's own words, and {speaker_key} says that somebody speaks, got "
+            f"{row[speaker_key]!r:.40}; give the conversation as messages, a tree of messages with "
+            f"message_id, parent_id, role and text in each row, or leave {speaker_key} out"
         )
     misplaced = [key for key in (*_SYSTEM, "history", *_FOR_THE_TEMPLATE) if row.get(key)]
     if misplaced:
@@ -395,8 +415,8 @@ def reserved_names() -> frozenset[str]:
     from transformers import PreTrainedTokenizerBase
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    given = (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
-    names = {name for each in given for name in inspect.signature(each).parameters}
+    functions = (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
+    names = {name for function in functions for name in inspect.signature(function).parameters}
     return frozenset(names | {"messages"}) - {"documents", "kwargs"}
 
 
@@ -463,12 +483,12 @@ def check_finite(value: Any, origin: str) -> None:
     writes invalid JSON."""
     rest = [value]
     while rest:
-        each = rest.pop()
-        if isinstance(each, float) and not math.isfinite(each):
+        item = rest.pop()
+        if isinstance(item, float) and not math.isfinite(item):
             raise ValueError(
-                f"{origin}: numbers must be finite, as JSON has no other, got {each}; leave it out"
+                f"{origin}: numbers must be finite, as JSON has no other, got {item}; leave it out"
             )
-        rest += each.values() if isinstance(each, Mapping) else each if isinstance(each, list | tuple) else ()
+        rest += item.values() if isinstance(item, Mapping) else item if isinstance(item, list | tuple) else ()
 
 
 def parsed_json(raw: str | bytes, origin: str) -> Any:

@@ -106,7 +106,7 @@ def _control_groups(controller: str) -> list[Path]:
     except OSError:
         return []
     inside = {name: path for _, names, path in groups for name in names.split(",")}  # "" is version 2
-    found = []
+    directories = []
     for place, kind in ((left.split(), right.split()) for left, right in mounts):
         is_second = kind[0] == "cgroup2"
         if not is_second and not (kind[0] == "cgroup" and controller in kind[-1].split(",")):
@@ -116,8 +116,8 @@ def _control_groups(controller: str) -> list[Path]:
         below = PurePosixPath(path)
         below = below.relative_to(root) if below.is_relative_to(root) else PurePosixPath()
         mounted = Path(place[4])
-        found += [mounted / part for part in (below, *below.parents)]
-    return found
+        directories += [mounted / part for part in (below, *below.parents)]
+    return directories
 
 
 def _number_in(path: Path) -> int | None:
@@ -183,13 +183,13 @@ FEATURES = (
 def processor_features() -> tuple[str, ...]:
     """What the processor can do, as the system and torch say it: names are the same for very different ones
     on ARM and in virtual machines."""
-    told = {
+    features = {
         f"{name.strip()}: {' '.join(sorted(value.split()))}"
         for name, _, value in (line.partition(":") for line in _processor_lines())
         if name.strip() in FEATURES
     }
     known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return (*sorted(told), *sorted(f"{name}: {value}" for name, value in known.items()))
+    return (*sorted(features), *sorted(f"{name}: {value}" for name, value in known.items()))
 
 
 def multiplies_in_float32(dtype: torch.dtype, device: torch.device) -> bool:

@@ -41,7 +41,7 @@ def looks_like_repository(name: str) -> bool:
 def hub_directory(
     source: str | Path,
     files: Sequence[str],
-    what: str,
+    kind: str,
     advice: str,
     *,
     token: str | bool | None = None,
@@ -54,7 +54,7 @@ def hub_directory(
 
     Args:
         files: patterns of the repository's files to download.
-        what: the kind of the directory, for messages.
+        kind: the kind of the directory, for messages.
         advice: the next step without either, for messages.
         token, cache_dir, local_files_only: as in ``huggingface_hub.snapshot_download``.
 
@@ -66,9 +66,9 @@ def hub_directory(
     if path.is_dir():
         return path
     if not looks_like_repository(name) or "/" not in name:
-        raise FileNotFoundError(f"no {what} at {name!r}; {advice}")
+        raise FileNotFoundError(f"no {kind} at {name!r}; {advice}")
     repository, revision = split_revision(name)
-    with explained_hub_errors(what, name, advice):
+    with explained_hub_errors(kind, name, advice):
         return Path(
             snapshot_download(
                 repository,
@@ -82,41 +82,41 @@ def hub_directory(
 
 
 @contextmanager
-def explained_hub_errors(what: str, name: str, advice: str) -> Iterator[None]:
+def explained_hub_errors(kind: str, name: str, advice: str) -> Iterator[None]:
     """Turn whatever the hub and the network raise in the block into a FileNotFoundError that says what to do.
 
-    ``what`` is to be found in the repository ``name``; ``advice`` is for names that are none.
+    ``kind`` says what is sought in the repository ``name``; ``advice`` is for names that are none.
     """
     try:
         yield
     except HFValidationError as error:
-        raise FileNotFoundError(f"no {what} at {name!r}; {advice}") from error
+        raise FileNotFoundError(f"no {kind} at {name!r}; {advice}") from error
     except GatedRepoError as error:
         raise FileNotFoundError(
-            f"the {what} {name!r} is gated on the hub; accept its terms there, then {LOG_IN}"
+            f"the {kind} {name!r} is gated on the hub; accept its terms there, then {LOG_IN}"
         ) from error
     except RepositoryNotFoundError as error:
         raise FileNotFoundError(
-            f"no {what} at {name!r}, neither here nor on the hub; {advice}. If the repository is private, "
+            f"no {kind} at {name!r}, neither here nor on the hub; {advice}. If the repository is private, "
             f"{LOG_IN}"
         ) from error
     except RevisionNotFoundError as error:
         repository, revision = split_revision(name)
         raise FileNotFoundError(
-            f"no {what} at {name!r}: {repository} on the hub has no revision {revision or 'main'!r}; name a "
+            f"no {kind} at {name!r}: {repository} on the hub has no revision {revision or 'main'!r}; name a "
             "branch, a tag or a commit that it has"
         ) from error
     except (HTTPError, OSError) as error:
-        raise FileNotFoundError(_without_hub(what, name, error)) from error
+        raise FileNotFoundError(_without_hub(kind, name, error)) from error
 
 
-def _without_hub(what: str, name: str, error: Exception) -> str:
+def _without_hub(kind: str, name: str, error: Exception) -> str:
     """Why nothing came, and what to do."""
     is_missing_here = isinstance(error, LocalEntryNotFoundError)
     cause = error.__cause__ or error if is_missing_here else error
     if isinstance(cause, HfHubHTTPError) and cause.response.status_code in (401, 403):
         return (
-            f"the hub at {constants.ENDPOINT} refused the token for the {what} {name!r} "
+            f"the hub at {constants.ENDPOINT} refused the token for the {kind} {name!r} "
             f"({cause.response.status_code}); {LOG_IN}"
         )
     repository, revision = split_revision(name)
@@ -129,6 +129,6 @@ def _without_hub(what: str, name: str, error: Exception) -> str:
         first_line = str(cause).strip().partition("\n")[0] or type(cause).__name__
         why = f"the hub at {constants.ENDPOINT} cannot be reached ({first_line}); check the network"
     return (
-        f"no {what} at {name!r}: it is no directory here, the hub's cache has none, and {why}, or run "
+        f"no {kind} at {name!r}: it is no directory here, the hub's cache has none, and {why}, or run "
         f"`{fetch}` where there is a network and give the directory that it prints"
     )

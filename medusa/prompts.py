@@ -67,7 +67,9 @@ def with_template_kwargs(prompts: Sequence[Prompt], template_kwargs: Mapping[str
         ValueError: as :func:`medusa.conversations.check_template_kwargs`.
     """
     check_template_kwargs(template_kwargs)
-    return [replace(each, template_options={**template_kwargs, **each.template_options}) for each in prompts]
+    return [
+        replace(prompt, template_options={**template_kwargs, **prompt.template_options}) for prompt in prompts
+    ]
 
 
 def has_same_template_kwargs(
@@ -75,9 +77,9 @@ def has_same_template_kwargs(
 ) -> bool:
     """Whether ``template_kwargs`` render a question in the same way as one of ``others``."""
 
-    def rendered(each: Mapping[str, Any]) -> str:
+    def rendered(kwargs: Mapping[str, Any]) -> str:
         probe = as_template(PROBE, tokenizer)
-        return tokenizer.apply_chat_template(probe, tokenize=False, add_generation_prompt=True, **each)
+        return tokenizer.apply_chat_template(probe, tokenize=False, add_generation_prompt=True, **kwargs)
 
     return tokenizer.chat_template is None or rendered(template_kwargs) in map(rendered, others)
 
@@ -247,21 +249,21 @@ def _parsed(line: str, origin: str) -> Prompt:
     check_keepable(row, origin)
     if not isinstance(row, dict):
         raise ValueError(f"{origin} must be a JSON object such as {_EXAMPLE}, got {type(row).__name__}")
-    given = [key for key in CONTENT_KEYS if key in row]
-    if len(given) != 1:
+    content_keys = [key for key in CONTENT_KEYS if key in row]
+    if len(content_keys) != 1:
         raise ValueError(f"{origin} must hold exactly one of {', '.join(CONTENT_KEYS)}, got {sorted(row)}")
     category = row.get("category", NO_CATEGORY)
     if not isinstance(category, str):
         raise ValueError(f"{origin}: category must be text, got {category!r}")
     options = template_options(row, origin)
-    if given == ["messages"]:
+    if content_keys == ["messages"]:
         messages, answer = _question_and_answer(row, origin)
         return Prompt(messages, (), answer, category, origin, options)
-    turns = [row["prompt"]] if given == ["prompt"] else row["turns"]
+    turns = [row["prompt"]] if content_keys == ["prompt"] else row["turns"]
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{origin}: turns must be a list of at least one text, got {turns!r}")
     for turn in turns:
-        _check_text(turn, given[0], origin)
+        _check_text(turn, content_keys[0], origin)
     opening = exchange(row, turns[0], None, origin)
     return Prompt(opening, tuple(turns[1:]), None, category, origin, options)
 

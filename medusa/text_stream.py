@@ -184,13 +184,13 @@ class AnswerText:
         self._num_written += len(new.text)
         num_before = self._num_written - len(whole)
         shown = "".join(piece.text for piece in _shown(pieces))
-        found = [at for stop in self._stops if (at := whole.find(stop)) >= 0]
-        found += [_place(pieces, at) for stop in self._stops if (at := shown.find(stop)) >= 0]
-        if found:
+        stop_positions = [at for stop in self._stops if (at := whole.find(stop)) >= 0]
+        stop_positions += [_place(pieces, at) for stop in self._stops if (at := shown.find(stop)) >= 0]
+        if stop_positions:
             self.is_stopped = True
             self._held = []
-            self._num_passed = num_before + min(found)
-            return _shown(_cut(pieces, min(found))[0])
+            self._num_passed = num_before + min(stop_positions)
+            return _shown(_cut(pieces, min(stop_positions))[0])
         open_at = [len(whole) - overlap(whole, stop) for stop in self._stops]
         open_at += [_place(pieces, len(shown) - overlap(shown, stop)) for stop in self._stops]
         num_certain = min(open_at, default=len(whole))

@@ -31,7 +31,7 @@ from starlette.exceptions import HTTPException
 
 import medusa
 from medusa.conversations import check_keepable
-from medusa.serving.gate import MAX_TOLD, PAGE_SCRIPTS, Gate, answer_of
+from medusa.serving.gate import MAX_UNREAD, PAGE_SCRIPTS, Gate, answer_of
 from medusa.serving.replies import DONE, LlamaReplies, Replies, RequestError, usage_of
 from medusa.serving.requests import (
     Body,
@@ -212,10 +212,10 @@ def _checked(raw: bytes, kind: Any) -> Any:
         raise RequestError(f"the body must be a JSON object, got {type(body).__name__}", code="invalid_json")
     try:
         check_keepable(body, "the body", MAX_DEPTH)
-        asked = kind.model_validate(body)
-        if isinstance(asked, ResponsesRequest):
-            _ = asked.chat  # raises errors of the chat fields here
-        return asked
+        request = kind.model_validate(body)
+        if isinstance(request, ResponsesRequest):
+            _ = request.chat  # raises errors of the chat fields here
+        return request
     except ValidationError as error:
         wrong = most_specific_error(
             error.errors(include_url=False, include_context=False, include_input=False)
@@ -235,43 +235,45 @@ class _Endpoints:
         self.most_waiting = service.limits.max_rows + service.limits.max_waiting
         self.preparing = CapacityLimiter(NUM_PREPARING)
         self.compiling = CapacityLimiter(1)
-        self.num_given: Counter[CapacityLimiter] = Counter()
+        self.num_under_way: Counter[CapacityLimiter] = Counter()
 
-    async def _run(self, threads: CapacityLimiter, work: Callable[..., Any], *given: Any) -> Any:
+    async def _run(self, threads: CapacityLimiter, work: Callable[..., Any], *arguments: Any) -> Any:
         """The result of ``work``, off the event loop, which answers everybody else meanwhile.
 
         A body or a grammar may take a second and a hundred megabytes, so few are worked on at once, and no
         more wait than could be answered.
         """
         # The limiter counts waiting requests only a turn of the loop later, and many may come in one turn.
-        if self.num_given[threads] >= threads.total_tokens + self.most_waiting:
+        if self.num_under_way[threads] >= threads.total_tokens + self.most_waiting:
             raise overloaded()
-        self.num_given[threads] += 1
+        self.num_under_way[threads] += 1
         try:
-            return await to_thread.run_sync(work, *given, limiter=threads)
+            return await to_thread.run_sync(work, *arguments, limiter=threads)
         finally:
-            self.num_given[threads] -= 1
+            self.num_under_way[threads] -= 1
 
     async def computed(
-        self, request: Request, kind: type[Body], work: Callable[[Any], dict[str, Any]]
+        self, http_request: Request, kind: type[Body], work: Callable[[Any], dict[str, Any]]
     ) -> dict[str, Any]:
         """The result of ``work`` on a body of this kind."""
 
         def read(raw: bytes) -> tuple[Body, list[str]]:
-            asked = _checked(raw, kind)
-            return asked, [*asked.unread()]
+            request = _checked(raw, kind)
+            return request, [*request.unread()]
 
-        asked, request.scope["state"]["unread"] = await self._run(self.preparing, read, await _body(request))
-        return await self._run(self.preparing, work, asked)
+        request, http_request.scope["state"]["unread"] = await self._run(
+            self.preparing, read, await _body(http_request)
+        )
+        return await self._run(self.preparing, work, request)
 
     async def answered(
-        self, request: Request, kind: type[ChatRequest | CompletionRequest | ResponsesRequest]
+        self, http_request: Request, kind: type[ChatRequest | CompletionRequest | ResponsesRequest]
     ) -> Response:
         """The answers to a request of this kind, whole or as a stream."""
         service = self.service
-        given, asked, unread = await self._run(self.preparing, self._read, await _body(request), kind)
-        request.scope["state"]["unread"] = unread
-        service.check(asked)
+        body, request, unread = await self._run(self.preparing, self._read, await _body(http_request), kind)
+        http_request.scope["state"]["unread"] = unread
+        service.check(request)
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
 
@@ -282,15 +284,15 @@ class _Endpoints:
 
             return listen
 
-        prompts = await self._run(self.preparing, service.prompts, asked)
+        prompts = await self._run(self.preparing, service.prompts, request)
         grammar = None
-        if asked.is_formed:
-            grammar = await self._run(self.compiling, service.grammar, asked, prompts[0])
-        owner = request.scope["state"].get("owner")
-        replies = await run_in_threadpool(_replies, service, given, asked, prompts)
-        answers = await run_in_threadpool(service.answers, asked, prompts, listener_of, grammar, owner)
+        if request.is_formed:
+            grammar = await self._run(self.compiling, service.grammar, request, prompts[0])
+        owner = http_request.scope["state"].get("owner")
+        replies = await run_in_threadpool(_replies, service, body, request, prompts)
+        answers = await run_in_threadpool(service.answers, request, prompts, listener_of, grammar, owner)
         service.submit(answers)
-        record = _Record(request, asked, answers, sum(map(len, prompts)), self.access.log_prompts)
+        record = _Record(http_request, request, answers, sum(map(len, prompts)), self.access.log_prompts)
 
         def end() -> None:
             service.worker.cancel(answers)
@@ -298,10 +300,10 @@ class _Endpoints:
             if not record.is_written:  # the client has left, or the server failed: nobody waits for it
                 loop.run_in_executor(None, record.write)
 
-        if asked.stream:
-            return _EventStream(_events(asked, answers, queue, replies, record), end)
+        if request.stream:
+            return _EventStream(_events(request, answers, queue, replies, record), end)
         try:
-            updates = await _unless_disconnected(request, _collected(queue, len(answers)))
+            updates = await _unless_disconnected(http_request, _collected(queue, len(answers)))
             if updates is None:
                 return Response(status_code=499)
             return await run_in_threadpool(_whole, updates, replies, record)
@@ -312,12 +314,12 @@ class _Endpoints:
         self, raw: bytes, kind: type[ChatRequest | CompletionRequest | ResponsesRequest]
     ) -> tuple[Any, ChatRequest | CompletionRequest, list[str]]:
         """A body of this kind, the same as a chat or a completion, and the fields that nobody reads."""
-        given = _checked(raw, kind)
-        asked = given.chat if isinstance(given, ResponsesRequest) else given
-        unread = self.service.unread(asked)
-        if isinstance(given, ResponsesRequest):
-            unread = [*dict.fromkeys([*given.unread(), *map(responses_name, unread)])]
-        return given, asked, unread
+        body = _checked(raw, kind)
+        request = body.chat if isinstance(body, ResponsesRequest) else body
+        unread = self.service.unread(request)
+        if isinstance(body, ResponsesRequest):
+            unread = [*dict.fromkeys([*body.unread(), *map(responses_name, unread)])]
+        return body, request, unread
 
 
 def _whole(updates: Sequence[Sequence[Update]], replies: AnyReplies, record: _Record) -> JSONResponse:
@@ -347,31 +349,32 @@ class _PatientResponse(JSONResponse):
             return
         named = isinstance(content, dict)
         yield "{" if named else "["
-        for number, each in enumerate(content):
-            yield ("," if number else "") + (f"{json.dumps(each, ensure_ascii=False)}:" if named else "")
-            yield from self._parts(content[each] if named else each, levels - 1)
+        for number, key_or_item in enumerate(content):
+            key = f"{json.dumps(key_or_item, ensure_ascii=False)}:" if named else ""
+            yield f",{key}" if number else key
+            yield from self._parts(content[key_or_item] if named else key_or_item, levels - 1)
         yield "}" if named else "]"
 
 
 def _replies(
     service: Service,
-    given: ChatRequest | CompletionRequest | ResponsesRequest,
-    asked: ChatRequest | CompletionRequest,
+    body: ChatRequest | CompletionRequest | ResponsesRequest,
+    request: ChatRequest | CompletionRequest,
     prompts: Sequence[Sequence[int]],
 ) -> AnyReplies:
     """The writer of replies of the requested kind."""
-    name = asked.model or service.names[0]
-    if isinstance(given, ResponsesRequest):
-        return ResponseReplies(given, name, service.tokenizer, service.reader(given.chat, prompts[0]))
-    if isinstance(asked, LlamaInfillRequest):
-        return LlamaReplies(asked, name)
+    name = request.model or service.names[0]
+    if isinstance(body, ResponsesRequest):
+        return ResponseReplies(body, name, service.tokenizer, service.reader(body.chat, prompts[0]))
+    if isinstance(request, LlamaInfillRequest):
+        return LlamaReplies(request, name)
     echoed: list[str] = []
-    if isinstance(asked, CompletionRequest) and not isinstance(asked, InfillRequest):
-        if asked.echo:
-            texts = [text if isinstance(text, str) else service.text_of(text) for text in asked.prompts]
-            echoed = [text for text in texts for _ in range(asked.n)]
-        return Replies(asked, name, service.tokenizer, echoed=echoed)
-    return Replies(asked, name, service.tokenizer, partial(service.reader, asked, prompts[0]))
+    if isinstance(request, CompletionRequest) and not isinstance(request, InfillRequest):
+        if request.echo:
+            texts = [text if isinstance(text, str) else service.text_of(text) for text in request.prompts]
+            echoed = [text for text in texts for _ in range(request.n)]
+        return Replies(request, name, service.tokenizer, echoed=echoed)
+    return Replies(request, name, service.tokenizer, partial(service.reader, request, prompts[0]))
 
 
 class _EventStream(StreamingResponse):
@@ -390,14 +393,14 @@ class _EventStream(StreamingResponse):
 
 
 async def _events(
-    asked: ChatRequest | CompletionRequest,
+    request: ChatRequest | CompletionRequest,
     answers: Sequence[Answer],
     queue: asyncio.Queue[tuple[int, Update]],
     replies: AnyReplies,
     record: _Record,
 ) -> AsyncIterator[str]:
     """Server-sent events, and comments where nothing has come for long, for which proxies wait."""
-    shows = asked.stream_options is not None and asked.stream_options.include_depths
+    shows = request.stream_options is not None and request.stream_options.include_depths
     for event in await run_in_threadpool(lambda: [*map(_event, replies.start(len(answers)))]):
         yield event
     left = len(answers)
@@ -480,8 +483,8 @@ class _Record:
 
     def __init__(
         self,
-        request: Request,
-        asked: ChatRequest | CompletionRequest,
+        http_request: Request,
+        request: ChatRequest | CompletionRequest,
         answers: Sequence[Answer],
         num_prompt: int,
         log_prompts: bool,
@@ -490,16 +493,16 @@ class _Record:
         self.num_prompt = num_prompt
         self.began = time.monotonic()
         self.is_written = False
-        self.state = request.scope["state"]
-        self.entry = {"request_id": self.state["request_id"], "path": request.url.path}
-        self.entry |= {"stream": asked.stream, "n": asked.n}
-        self.num_choices = asked.n  # of each prompt
-        self.num_to_read = num_prompt * asked.n
+        self.state = http_request.scope["state"]
+        self.entry = {"request_id": self.state["request_id"], "path": http_request.url.path}
+        self.entry |= {"stream": request.stream, "n": request.n}
+        self.num_choices = request.n  # of each prompt
+        self.num_to_read = num_prompt * request.n
         unread = self.state["unread"]
         if unread:
-            self.entry["ignored"] = unread[:MAX_TOLD]
+            self.entry["ignored"] = unread[:MAX_UNREAD]
         if log_prompts:
-            prompt = asked.messages if isinstance(asked, ChatRequest) else asked.prompt
+            prompt = request.messages if isinstance(request, ChatRequest) else request.prompt
             self.entry["prompt"] = prompt if isinstance(prompt, str) else [*map(_as_json, prompt)]
 
     @functools.cached_property

@@ -34,7 +34,7 @@ MAX_REQUESTS = 704
 """Requests under way at once, whether they wait, decode or are being read."""
 MAX_LOGGED_PATH = 200
 """Characters of a path in the log."""
-MAX_TOLD, MAX_HEADER = 32, 1024
+MAX_UNREAD, MAX_HEADER = 32, 1024
 """Fields that were not read, in the header and in the log; and the header's characters."""
 
 
@@ -101,8 +101,8 @@ class Gate:
     def _refusal(self, scope: Any, headers: dict[bytes, bytes]) -> RequestError | None:
         path = scope["path"]
         if self.access.api_key and path not in OPEN_PATHS:
-            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-            known = [hmac.compare_digest(given.strip(), key.encode()) for key in self.access.api_key]
+            scheme, _, credentials = headers.get(b"authorization", b"").partition(b" ")
+            known = [hmac.compare_digest(credentials.strip(), key.encode()) for key in self.access.api_key]
             if scheme.lower() != b"bearer" or not any(known):
                 return RequestError("the API key is missing or wrong", 401, code="invalid_api_key")
             scope["state"]["owner"] = known.index(True)
@@ -124,7 +124,7 @@ class Gate:
 
 def as_header(names: Sequence[str]) -> bytes:
     """Names that clients have written, with commas between, as a header may hold them."""
-    kept = ", ".join(names[:MAX_TOLD])
+    kept = ", ".join(names[:MAX_UNREAD])
     return re.sub(r"[^ -~]", "?", kept)[:MAX_HEADER].encode()
 
 
@@ -170,15 +170,15 @@ def is_loopback(host: str) -> bool:
     return host.lower() == "localhost" or (address is not None and address.is_loopback)
 
 
-def refusal_of_host(given: str, own_address: str, allowed: Collection[str]) -> RequestError | None:
-    """The refusal of a request with the ``Host`` header ``given``; None where it is allowed.
+def refusal_of_host(host_header: str, own_address: str, allowed: Collection[str]) -> RequestError | None:
+    """The refusal of a request with this ``host_header``; None where it is allowed.
 
     Args:
         own_address: the address of the connection's local end.
         allowed: names and addresses, in addition to that one and the loopback.
     """
-    found = HOST.fullmatch(given)
-    name = (found[1] or found[2] or "") if found else given
+    match = HOST.fullmatch(host_header)
+    name = (match[1] or match[2] or "") if match else host_header
     address = _address(name)
     # A page cannot rebind an address, and a server that listens everywhere has the address "any".
     if is_loopback(name) or (address is not None and address.is_unspecified):
@@ -192,13 +192,14 @@ def refusal_of_host(given: str, own_address: str, allowed: Collection[str]) -> R
     )
 
 
-def refusal_of_origin(given: str, host: str, allowed: Collection[str]) -> RequestError | None:
-    """The refusal of a page of the origin ``given``; None where it is from this ``host``, or ``allowed``."""
-    origin = given.lower()
+def refusal_of_origin(origin_header: str, host: str, allowed: Collection[str]) -> RequestError | None:
+    """The refusal of a page with this ``origin_header``; None where it is from this ``host``, or
+    ``allowed``."""
+    origin = origin_header.lower()
     if origin.partition("://")[2] == host.lower() or "*" in allowed or origin in allowed:
         return None
     return RequestError(
-        f"pages of {given[:200]!r} may not ask this server; its operator may add --cors-origin",
+        f"pages of {origin_header[:200]!r} may not ask this server; its operator may add --cors-origin",
         403,
         code="origin_not_allowed",
     )

@@ -88,10 +88,10 @@ class InfillTokens:
         repository, or each behind a line, for models that know no files."""
         if self.file is None:
             return [token for _, text in files for token in tokens_of(SNIPPET + text)]
-        found = [] if self.repository is None else [self.repository, *tokens_of(PROJECT)]
+        tokens = [] if self.repository is None else [self.repository, *tokens_of(PROJECT)]
         for name, text in files:
-            found += [self.file, *tokens_of(f"{name}\n"), *tokens_of(text)]
-        return [*found, self.file, *tokens_of(FILE)] if files else []
+            tokens += [self.file, *tokens_of(f"{name}\n"), *tokens_of(text)]
+        return [*tokens, self.file, *tokens_of(FILE)] if files else []
 
     def asks(self, prompt: Collection[int]) -> bool:
         """Whether ``prompt`` has the marks of a gap."""
@@ -102,8 +102,8 @@ class InfillTokens:
 def infill_tokens(tokenizer: Any, vocab_size: int) -> InfillTokens | None:
     """The infill tokens of ``tokenizer`` that a model of ``vocab_size`` has; None where there are none."""
     known = {name: token for name, token in tokenizer.get_vocab().items() if token < vocab_size}
-    told = tokenizer.init_kwargs.get(INFILL_TOKENS)
-    for family in (*FAMILIES, *([] if told is None else [_Family(**told)])):
+    own_names = tokenizer.init_kwargs.get(INFILL_TOKENS)
+    for family in (*FAMILIES, *([] if own_names is None else [_Family(**own_names)])):
         marks = [family.prefix, family.suffix, *filter(None, [family.middle])]
         if all(name in known for name in marks):
             others = (*family.others, *family.files, *family.repositories)

@@ -111,8 +111,8 @@ class OutputFormat:
         """
         rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(functions)))]
         for index, function in enumerate(functions):
-            given = function.get("parameters")
-            schema = {"type": "object", **(NO_PARAMETERS if given is None else given)}
+            parameters = function.get("parameters")
+            schema = {"type": "object", **(NO_PARAMETERS if parameters is None else parameters)}
             self._check_name(function["name"], as_terminals)
             if self.call in ("xml", "python"):
                 rules += _by_parameter(self.call, index, function["name"], schema, as_terminals)
@@ -158,8 +158,8 @@ def detect_format(template: str) -> OutputFormat:
 
 def types_of(schema: Any) -> set[str]:
     """The types that a schema names; none where it names none."""
-    named = [each.get("type") for each in _alternatives(schema)]
-    flat = [name for each in named for name in (each if isinstance(each, list) else [each])]
+    named = [alternative.get("type") for alternative in _alternatives(schema)]
+    flat = [name for names in named for name in (names if isinstance(names, list) else [names])]
     return {name for name in flat if isinstance(name, str)}
 
 
@@ -172,8 +172,10 @@ def _alternatives(schema: Any) -> list[Mapping[str, Any]]:
 
 
 def _may_be_any_text(schema: Any) -> bool:
-    found = [each for each in _alternatives(schema) if "string" in types_of(each)]
-    return not schema or any("enum" not in each and "const" not in each for each in found)
+    text_alternatives = [
+        alternative for alternative in _alternatives(schema) if "string" in types_of(alternative)
+    ]
+    return not schema or any("enum" not in each and "const" not in each for each in text_alternatives)
 
 
 def _check_parameters(kind: str, name: str, schema: Mapping[str, Any]) -> None:
@@ -224,13 +226,16 @@ def _keys_of(schema: Any, kept: set[str]) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     inner = [each for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for each in schema[key]]
-    asked = {*schema} - ANNOTATIONS - ({"type", "anyOf", "oneOf"} if inner else kept)
-    return asked.union(*(_keys_of(each, kept) for each in inner))
+    keys = {*schema} - ANNOTATIONS - ({"type", "anyOf", "oneOf"} if inner else kept)
+    return keys.union(*(_keys_of(each, kept) for each in inner))
 
 
 def _texts_of(schema: Mapping[str, Any]) -> list[str]:
     """The allowed texts of a parameter that is an enumeration."""
-    named = [each["enum"] if "enum" in each else [each["const"]] for each in _alternatives(schema)]
+    named = [
+        alternative["enum"] if "enum" in alternative else [alternative["const"]]
+        for alternative in _alternatives(schema)
+    ]
     texts = [text for each in named for text in each if isinstance(text, str) and "</parameter>" not in text]
     if not texts:
         raise ValueError("enum and const of a text must name texts, and none that ends a parameter")
@@ -269,7 +274,7 @@ def _by_parameter(
         after = as_terminals("</function>\n</tool_call>")
         return [f"call_{index}: {' '.join([before, *first, *(f'{each}?' for each in rest), after])}", *rules]
     behind = [f'(", " {each})?' for each in rest]
-    given = " ".join([' ", " '.join(first), *behind])
+    parameters = " ".join([' ", " '.join(first), *behind])
     if not first and rest:
-        given = f"({' | '.join(' '.join([each, *behind[at:]]) for at, each in enumerate(rest, 1))})?"
-    return [f"call_{index}: {json.dumps(f'[{name}(')} {given} {json.dumps(')]')}", *rules]
+        parameters = f"({' | '.join(' '.join([each, *behind[at:]]) for at, each in enumerate(rest, 1))})?"
+    return [f"call_{index}: {json.dumps(f'[{name}(')} {parameters} {json.dumps(')]')}", *rules]

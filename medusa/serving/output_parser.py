@@ -137,14 +137,16 @@ class OutputParser:
     def _until(self, marks: Collection[str], say: Callable[[str], object]) -> Generator[None, None, str]:
         """Hands text on as it comes, up to one of ``marks``, which is taken and returned; "" at the end."""
         while True:
-            found = min(((at, mark) for mark in marks if (at := self._held.find(mark)) >= 0), default=None)
+            first_mark = min(
+                ((at, mark) for mark in marks if (at := self._held.find(mark)) >= 0), default=None
+            )
             kept = 0 if self._is_whole else max((overlap(self._held, mark) for mark in marks), default=0)
-            end = len(self._held) - kept if found is None else found[0]
+            end = len(self._held) - kept if first_mark is None else first_mark[0]
             say(self._held[:end])
-            self._at = end if found is None else end + len(found[1])
+            self._at = end if first_mark is None else end + len(first_mark[1])
             self._commit()
-            if found is not None or self._is_whole:
-                return found[1] if found else ""
+            if first_mark is not None or self._is_whole:
+                return first_mark[1] if first_mark else ""
             yield
 
     def _skip(self, *words: str) -> Asking:
@@ -164,12 +166,12 @@ class OutputParser:
         if not (yield from self._skip('"')):
             return None
         begin = self._at - 1
-        while (found := STRING.match(self._held, begin)) is None:
+        while (match := STRING.match(self._held, begin)) is None:
             if self._is_whole:
                 return None
             yield
-        self._at = found.end()
-        return _json(found[0])
+        self._at = match.end()
+        return _json(match[0])
 
     def _object(self, say: Callable[[str], object]) -> Waiting:
         """Hands on the JSON object that comes next, as it comes."""
@@ -225,22 +227,22 @@ class OutputParser:
         if mark == FENCE:
             yield from self._skip("json")
         elif (yield from self._skip("<function=")):
-            found = yield from self._xml_call()
-            if found and (yield from self._skip("</tool_call>")):
+            is_call = yield from self._xml_call()
+            if is_call and (yield from self._skip("</tool_call>")):
                 self._commit()
-            return found
-        found = yield from self._several_json_calls()
-        if found and (yield from self._skip(CALL_ENDS[mark])):
+            return is_call
+        has_calls = yield from self._several_json_calls()
+        if has_calls and (yield from self._skip(CALL_ENDS[mark])):
             self._commit()
-        return found
+        return has_calls
 
     def _several_json_calls(self) -> Asking:
         """Whether calls as JSON come next, one behind the other; taken then."""
-        found = more = yield from self._json_calls()
+        has_calls = more = yield from self._json_calls()
         while more:
             self._at = 0
             more = yield from self._json_calls()
-        return found
+        return has_calls
 
     def _json_calls(self) -> Asking:
         """Whether a call as a JSON object comes next, or a list of them; taken then."""
@@ -283,12 +285,12 @@ class OutputParser:
         pieces = list[str]()
         self._commit()
         yield from self._object(pieces.append)
-        given = _json("".join(pieces))
-        arguments = given and next((given[key] for key in ARGUMENTS if key in given), None)
-        if not isinstance(arguments, dict) or given.get("name") not in self._tools:
+        call = _json("".join(pieces))
+        arguments = call and next((call[key] for key in ARGUMENTS if key in call), None)
+        if not isinstance(arguments, dict) or call.get("name") not in self._tools:
             self._held = before + "".join(pieces) + self._held
             return False
-        self._call(given["name"])
+        self._call(call["name"])
         self._argue(_quoted(arguments))
         return True
 
@@ -328,20 +330,20 @@ class OutputParser:
             yield
         self._held = self._held.removeprefix("\n")
         ends = ["\n</parameter>", "</parameter>"]
-        value = list[str]()
+        pieces = list[str]()
         types = types_of(schema)
         if not schema or types == {"string"}:
             self._argue('"')
             if (yield from self._until(ends, lambda text: self._argue(_quoted(text)[1:-1]))):
                 self._argue('"')
-        elif (yield from self._until(ends, value.append)):
-            text = "".join(value)
-            given = _json(text)
-            if given is None:
-                found = _python(f"(value={text})") or {}
-                given = found["value"] if [*found] == ["value"] else text
-            fits = "string" not in types or types & TYPES.get(type(given), set())
-            self._argue(_quoted(given if fits else text))
+        elif (yield from self._until(ends, pieces.append)):
+            text = "".join(pieces)
+            value = _json(text)
+            if value is None:
+                arguments = _python(f"(value={text})") or {}
+                value = arguments["value"] if [*arguments] == ["value"] else text
+            fits = "string" not in types or types & TYPES.get(type(value), set())
+            self._argue(_quoted(value if fits else text))
 
     def _python_calls(self) -> Asking:
         """Whether ``[name(key=value, ...), ...]`` came, as Llama 3.2 and 4 write; taken then."""
@@ -370,13 +372,13 @@ class OutputParser:
                     return False
                 end = len(self._held)
                 yield
-            given = _python(self._held[head.end() - 1 : end])
-            if given is not None:
+            arguments = _python(self._held[head.end() - 1 : end])
+            if arguments is not None:
                 break
         self._at = end
         self._commit()
         self._call(head[1])
-        self._argue(_quoted(given))
+        self._argue(_quoted(arguments))
         return True
 
     # Harmony: messages on channels
@@ -427,8 +429,8 @@ def _python(arguments: str) -> dict[str, Any] | None:
         call = _Names().visit(ast.parse(f"f{arguments}", mode="eval")).body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
             return None
-        given = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-        json.dumps(given, allow_nan=False)
+        values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        json.dumps(values, allow_nan=False)
     except (*TOO_MUCH, TypeError):
         return None
-    return given
+    return values

@@ -40,7 +40,7 @@ class Replies:
     """The objects of one reply; its chunks share an id.
 
     Args:
-        asked: the request.
+        request: the request.
         tokenizer: names the tokens in log-probabilities.
         reader_of: makes the parser of one answer to a chat.
         echoed: the prompt that precedes each completion with ``echo``.
@@ -48,16 +48,16 @@ class Replies:
 
     def __init__(
         self,
-        asked: ChatRequest | CompletionRequest,
+        request: ChatRequest | CompletionRequest,
         model_name: str,
         tokenizer: Any,
         reader_of: Callable[[], OutputParser] | None = None,
         echoed: Sequence[str] = (),
     ):
-        self.is_chat = isinstance(asked, ChatRequest | InfillRequest)
+        self.is_chat = isinstance(request, ChatRequest | InfillRequest)
         self.tokenizer = tokenizer
-        self.wants_logprobs = asked.num_logprobs is not None
-        options = asked.stream_options
+        self.wants_logprobs = request.num_logprobs is not None
+        options = request.stream_options
         self.wants_usage = bool(options and options.include_usage)
         self.wants_depths = bool(options and options.include_depths)
         self._shared = {
@@ -181,18 +181,18 @@ class Replies:
         """Where in the text each token's first character begins."""
         offset, decoder = self._texts.get(index) or (0, codecs.getincrementaldecoder("utf-8")("replace"))
         offsets = []
-        for each in spelt:
+        for spelling in spelt:
             offsets.append(offset)
-            offset += len(decoder.decode(each))
+            offset += len(decoder.decode(spelling))
         self._texts[index] = offset, decoder
         return offsets
 
     def _by_name(self, entry: TokenLogprobs, before: int | None) -> dict[str, float]:
         """The likeliest tokens, and the one that was chosen; of tokens of one name the likelier."""
-        found: dict[str, float] = {}
+        logprobs: dict[str, float] = {}
         for token, logprob in [*entry.top, (entry.token, entry.logprob)]:
-            found.setdefault(_name(self._bytes(token, before)), _finite(logprob))
-        return found
+            logprobs.setdefault(_name(self._bytes(token, before)), _finite(logprob))
+        return logprobs
 
     def _named(self, token: int, logprob: float, before: int | None) -> dict[str, Any]:
         spelt = self._bytes(token, before)
@@ -205,8 +205,8 @@ class Replies:
 class LlamaReplies:
     """The objects of one reply of llama.cpp's own form: flat, and a stream ends with the one that stops."""
 
-    def __init__(self, asked: LlamaInfillRequest, model_name: str):
-        self._asked = asked
+    def __init__(self, request: LlamaInfillRequest, model_name: str):
+        self._request = request
         self._model_name = model_name
         self._reason: str | None = None
 
@@ -223,14 +223,14 @@ class LlamaReplies:
     def part(self, index: int, update: Update) -> list[Any]:
         """The chunk of an update; none where there is nothing to tell."""
         self._reason = update.finish_reason
-        text = "".join(piece.text for piece in update.pieces) if self._asked.max_tokens else ""
+        text = "".join(piece.text for piece in update.pieces) if self._request.max_tokens else ""
         return [{"index": index, "content": text, "stop": False}] if text else []
 
     def end(self, usage: dict[str, Any]) -> list[Any]:
         """The last chunk, with the counts of tokens."""
         num_prompt = usage["prompt_tokens"]
         num_reused = usage["prompt_tokens_details"]["cached_tokens"]
-        num_tokens = usage["completion_tokens"] if self._asked.max_tokens else 0
+        num_tokens = usage["completion_tokens"] if self._request.max_tokens else 0
         last: dict[str, Any] = {
             "index": 0,
             "content": "",
@@ -249,7 +249,7 @@ class LlamaReplies:
         }
         if self._reason == "length":
             last["stop_type"] = "limit"
-        elif not self._asked.stops:  # else it may be a string of them
+        elif not self._request.stops:  # else it may be a string of them
             last["stop_type"] = "eos"
         return [last]
 
@@ -278,12 +278,12 @@ def usage_of(num_prompt: int, num_reused: int, answers: Sequence[Answer]) -> dic
     by depth from 1 on. Tokens of a prediction that appear in the answer count as accepted, the others as
     rejected, as OpenAI defines them."""
     num_tokens, num_steps = (
-        sum(getattr(each, name) for each in answers) for name in ("num_tokens", "num_steps")
+        sum(getattr(answer, name) for answer in answers) for name in ("num_tokens", "num_steps")
     )
-    expected = [len(each.prediction) for each in answers]
-    written = [common_subsequence_length(each.prediction, each.row.tokens) for each in answers]
+    expected = [len(answer.prediction) for answer in answers]
+    written = [common_subsequence_length(answer.prediction, answer.row.tokens) for answer in answers]
     drafted, accepted = (
-        sum((getattr(each, name) for each in answers), Counter[int]()) for name in ("drafted", "accepted")
+        sum((getattr(answer, name) for answer in answers), Counter[int]()) for name in ("drafted", "accepted")
     )
     depths = range(1, max(drafted, default=0) + 1)
     return {

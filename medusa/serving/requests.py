@@ -54,8 +54,8 @@ FIRST_ALONE = Field(fail_fast=True)
 """For lists: one wrong item is enough, and a million of them would take gigabytes to list."""
 
 
-def _as_whole(given: Any) -> Any:
-    return int(given) if isinstance(given, float) and given.is_integer() else given
+def _as_whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class NotFinite(ValueError):
@@ -84,18 +84,18 @@ def shortened(name: str) -> str:
     return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}..."
 
 
-def _few(given: Any) -> Any:
+def _few(fields: Any) -> Any:
     """Not more fields than anybody has, before any of them is looked at."""
-    if isinstance(given, dict) and len(given) > MAX_FIELDS:
-        raise ValueError(f"at most {MAX_FIELDS} fields, got {len(given)}; leave out what nobody reads")
-    return given
+    if isinstance(fields, dict) and len(fields) > MAX_FIELDS:
+        raise ValueError(f"at most {MAX_FIELDS} fields, got {len(fields)}; leave out what nobody reads")
+    return fields
 
 
-def _for_the_template(given: dict[str, Any]) -> dict[str, Any]:
-    taken = TEMPLATE_PARAMETERS.intersection(given)
+def _for_the_template(arguments: dict[str, Any]) -> dict[str, Any]:
+    taken = TEMPLATE_PARAMETERS.intersection(arguments)
     if taken:
         raise ValueError(f"must leave {min(taken)} out, which is the server's to say")
-    return given
+    return arguments
 
 
 def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
@@ -128,11 +128,11 @@ class Body(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _keeping_what_came(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        made = handler(given)
-        if isinstance(given, dict):
-            made._as_sent = given
-        return made
+    def _keeping_what_came(cls, fields: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        body = handler(fields)
+        if isinstance(fields, dict):
+            body._as_sent = fields
+        return body
 
     @property
     def as_sent(self) -> dict[str, Any]:
@@ -141,31 +141,35 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(_few(given), dict):
-            return given
-        return {name: value for name, value in given.items() if value is not None or not cls._has_value(name)}
+    def _without_nulls(cls, fields: Any) -> Any:
+        if not isinstance(_few(fields), dict):
+            return fields
+        return {
+            name: value for name, value in fields.items() if value is not None or not cls._has_value(name)
+        }
 
     @classmethod
     def _has_value(cls, name: str) -> bool:
         """Whether this is a field, with a value where it is left out."""
-        named = (each for key, each in cls.model_fields.items() if name == (each.alias or key))
+        named = (field for key, field in cls.model_fields.items() if name == (field.alias or key))
         field = next(named, None)
         return field is not None and not field.is_required() and field.default is not None
 
     def unread(self, place: str = "") -> dict[str, None]:
         """The fields that came and are not read, as a client writes them, each once: ``messages[].audio``."""
-        given = {} if self.passes_extra_fields else self.model_extra or {}
-        found = {f"{place}{shortened(name)}": None for name, value in given.items() if value is not None}
+        extra_fields = {} if self.passes_extra_fields else self.model_extra or {}
+        unread = {
+            f"{place}{shortened(name)}": None for name, value in extra_fields.items() if value is not None
+        }
         fields = self.__class__.model_fields
         for name in self.model_fields_set & fields.keys():
             value = getattr(self, name)
             named = fields[name].alias or name
             inner = f"{place}{named}[]." if isinstance(value, list) else f"{place}{named}."
-            for each in value if isinstance(value, list) else [value]:
-                if isinstance(each, Body):
-                    found |= each.unread(inner)
-        return found
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, Body):
+                    unread |= part.unread(inner)
+        return unread
 
 
 class StreamOptions(Body):
@@ -184,7 +188,7 @@ class TextForm:
     """A form that a text must keep to."""
 
     kind: FormKind
-    given: Any
+    constraint: Any
     """The schema, the regular expression, the texts, or the grammar."""
     field: str
     """Where a client has written it."""
@@ -230,21 +234,25 @@ class StructuredOutputs(Body):
     grammar: Annotated[str, Field(min_length=1)] | None = None
 
     @property
-    def _given(self) -> list[TextForm]:
+    def _forms(self) -> list[TextForm]:
         is_object = {"type": "object"} if self.json_object else None
         named: list[tuple[FormKind, Any]] = [("json", self.json_), ("json", is_object)]
         named += [("regex", self.regex), ("choice", self.choice), ("grammar", self.grammar)]
-        return [TextForm(kind, each, "structured_outputs") for kind, each in named if each is not None]
+        return [
+            TextForm(kind, constraint, "structured_outputs")
+            for kind, constraint in named
+            if constraint is not None
+        ]
 
     @model_validator(mode="after")
     def _is_one(self) -> StructuredOutputs:
-        if len(self._given) != 1:
+        if len(self._forms) != 1:
             raise ValueError("must have one of json, json_object, regex, choice and grammar")
         return self
 
     @property
     def text_form(self) -> TextForm:
-        return self._given[0]
+        return self._forms[0]
 
 
 class TextPart(Body):
@@ -257,11 +265,11 @@ class TextPart(Body):
 
     @field_validator("type")
     @classmethod
-    def _is_text(cls, given: str) -> str:
-        if given not in cls.kinds:
+    def _is_text(cls, kind: str) -> str:
+        if kind not in cls.kinds:
             known = " or ".join(map(repr, cls.kinds))
-            raise ValueError(f"must be {known}: this server reads nothing but text, got {given[:40]!r}")
-        return given
+            raise ValueError(f"must be {known}: this server reads nothing but text, got {kind[:40]!r}")
+        return kind
 
 
 Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS), FIRST_ALONE]
@@ -311,20 +319,20 @@ class SharedFields(Body):
 
     @field_validator("logit_bias", mode="before")
     @classmethod
-    def _few_token_ids(cls, given: Any) -> Any:
-        keys = given if isinstance(given, dict) else ()
+    def _few_token_ids(cls, logit_bias: Any) -> Any:
+        keys = logit_bias if isinstance(logit_bias, dict) else ()
         if len(keys) > MAX_BIASES:
             raise ValueError(f"at most {MAX_BIASES} tokens, got {len(keys)}")
         for key in keys:
             if not TOKEN_ID.fullmatch(key):
                 raise ValueError(f"keys must be token ids, got {key[:20]!r}")
-        return given
+        return logit_bias
 
     @field_validator("stop")
     @classmethod
-    def _stops(cls, given: str | list[str] | None) -> list[str]:
-        stops = [given] if isinstance(given, str) else given or []
-        if len(stops) > MAX_STOPS or any(not 1 <= len(stop) <= MAX_STOP_LENGTH for stop in stops):
+    def _stops(cls, stop: str | list[str] | None) -> list[str]:
+        stops = [stop] if isinstance(stop, str) else stop or []
+        if len(stops) > MAX_STOPS or any(not 1 <= len(text) <= MAX_STOP_LENGTH for text in stops):
             raise ValueError(
                 f"at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters, got {len(stops)} strings"
             )
@@ -529,7 +537,7 @@ class ChatRequest(SharedFields, Rendering):
         """The candidates of a required call; empty where the model may answer without a call."""
         functions = [tool["function"] for tool in self.offered]
         if isinstance(self.tool_choice, NamedTool):
-            return [each for each in functions if each["name"] == self.tool_choice.function.name]
+            return [function for function in functions if function["name"] == self.tool_choice.function.name]
         return functions if self.tool_choice == "required" else []
 
     @property
@@ -562,12 +570,12 @@ class CompletionRequest(SharedFields):
 
     @field_validator("prompt")
     @classmethod
-    def _few_and_not_empty(cls, given: Any, fields: ValidationInfo) -> Any:
-        if given and len(_prompts_of(given)) > MAX_PROMPTS:
-            raise ValueError(f"at most {MAX_PROMPTS} texts, got {len(given)}; send them in several requests")
-        if given == [] or not (fields.data.get("suffix") or all(_prompts_of(given))):
+    def _few_and_not_empty(cls, prompt: Any, fields: ValidationInfo) -> Any:
+        if prompt and len(_prompts_of(prompt)) > MAX_PROMPTS:
+            raise ValueError(f"at most {MAX_PROMPTS} texts, got {len(prompt)}; send them in several requests")
+        if prompt == [] or not (fields.data.get("suffix") or all(_prompts_of(prompt))):
             raise ValueError("must not be empty")
-        return given
+        return prompt
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -631,8 +639,8 @@ class LlamaInfillRequest(InfillRequest):
 
     @field_validator("seed")
     @classmethod
-    def _any_seed(cls, given: int | None) -> int | None:
-        return None if given == -1 else given
+    def _any_seed(cls, seed: int | None) -> int | None:
+        return None if seed == -1 else seed
 
     @property
     def longest(self) -> int | None:
@@ -672,26 +680,29 @@ class DetokenizeRequest(Body):
     tokens: Annotated[list[Token], Field(max_length=MAX_TOKENS), FIRST_ALONE]
 
 
-def _prompts_of(given: Any) -> list[str | list[int]]:
-    return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+def _prompts_of(prompt: Any) -> list[str | list[int]]:
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-def sampling_arguments(asked: SharedFields) -> dict[str, Any]:
+def sampling_arguments(request: SharedFields) -> dict[str, Any]:
     """For ``MedusaModel.request``: the arguments of ``generate``, with OpenAI's defaults (temperature 1).
 
     The sampling options of a model's generation configuration are not used: clients of this protocol expect
     the unchanged distribution.
     """
-    temperature = 1.0 if asked.temperature is None else asked.temperature
+    temperature = 1.0 if request.temperature is None else request.temperature
     if temperature < LEAST_TEMPERATURE:
         temperature = 0.0
     arguments: dict[str, Any] = {"do_sample": temperature > 0}
-    arguments["repetition_penalty"] = asked.repetition_penalty or 1.0
+    arguments["repetition_penalty"] = request.repetition_penalty or 1.0
     if temperature > 0:
-        arguments |= {"temperature": temperature, "top_k": max(0, asked.top_k or 0)}
-        arguments |= {"top_p": 1.0 if asked.top_p is None else asked.top_p, "min_p": asked.min_p or None}
-    if asked.logit_bias:
-        arguments["sequence_bias"] = [[[int(key)], float(bias)] for key, bias in asked.logit_bias.items()]
+        arguments |= {"temperature": temperature, "top_k": max(0, request.top_k or 0)}
+        arguments |= {
+            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "min_p": request.min_p or None,
+        }
+    if request.logit_bias:
+        arguments["sequence_bias"] = [[[int(key)], float(bias)] for key, bias in request.logit_bias.items()]
     return arguments
 
 

@@ -128,10 +128,10 @@ MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 
 
-def _few_pairs(given: Any) -> Any:
-    if isinstance(given, dict) and len(given) > MAX_PAIRS:
-        raise ValueError(f"at most {MAX_PAIRS} pairs, got {len(given)}")
-    return given
+def _few_pairs(metadata: Any) -> Any:
+    if isinstance(metadata, dict) and len(metadata) > MAX_PAIRS:
+        raise ValueError(f"at most {MAX_PAIRS} pairs, got {len(metadata)}")
+    return metadata
 
 
 class ResponsesRequest(SharedFields):
@@ -154,8 +154,8 @@ class ResponsesRequest(SharedFields):
 
     @field_validator("previous_response_id", "conversation", "background")
     @classmethod
-    def _keeps_nothing(cls, given: Any) -> None:
-        if given:
+    def _keeps_nothing(cls, value: Any) -> None:
+        if value:
             raise ValueError(
                 "this server keeps no answers; leave it out and send the whole conversation in input"
             )
@@ -237,20 +237,19 @@ class ResponseReplies:
     """One response under way: its items as parts come, and the events that tell of them.
 
     Args:
-        asked: the request.
+        request: the request.
         tokenizer: counts the tokens of reasoning.
         reader: reads the answer.
     """
 
-    def __init__(self, asked: ResponsesRequest, model_name: str, tokenizer: Any, reader: OutputParser):
-        self._asked = asked
+    def __init__(self, request: ResponsesRequest, model_name: str, tokenizer: Any, reader: OutputParser):
         self._tokenizer = tokenizer
         self._reader = reader
         self._number = 0
         self._reason: str | None = None
         self._output: list[dict[str, Any]] = []
         self._is_open = False  # the last item
-        choice = asked.tool_choice
+        choice = request.tool_choice
         self._response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -259,25 +258,25 @@ class ResponseReplies:
             "status": "in_progress",
             "error": None,
             "incomplete_details": None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
             "output": self._output,
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
+            "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
             "store": False,
-            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "temperature": 1.0 if request.temperature is None else request.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": choice.model_dump() if isinstance(choice, ChosenTool) else choice or "auto",
-            "tools": [tool.model_dump() for tool in asked.tools or ()],
-            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "tools": [tool.model_dump() for tool in request.tools or ()],
+            "top_p": 1.0 if request.top_p is None else request.top_p,
             "truncation": "disabled",
             "usage": None,
         }
-        if asked.text is not None and asked.text.format is not None:
-            given = asked.text.format.model_dump(by_alias=True, exclude_unset=True)
-            self._response["text"] = {"format": {"type": "text", **given}}
+        if request.text is not None and request.text.format is not None:
+            text_format = request.text.format.model_dump(by_alias=True, exclude_unset=True)
+            self._response["text"] = {"format": {"type": "text", **text_format}}
 
     def whole(self, updates: Sequence[Sequence[Update]], usage: dict[str, Any]) -> dict[str, Any]:
         """The body of a response that is not streamed."""
@@ -321,22 +320,22 @@ class ResponseReplies:
 
     def failed(self, error: RequestError) -> list[Any]:
         """The last events of a stream that cannot go on."""
-        given = error.body["error"]
-        told = {"code": given["code"] or given["type"], "message": given["message"]}
-        self._response |= {"status": "failed", "error": told}
+        fields = error.body["error"]
+        response_error = {"code": fields["code"] or fields["type"], "message": fields["message"]}
+        self._response |= {"status": "failed", "error": response_error}
         return [*self._close("incomplete"), self._event("response.failed", response=self._snapshot())]
 
     def _snapshot(self) -> dict[str, Any]:
         return {**self._response, "output": [*self._output]}
 
-    def _event(self, kind: str, **given: Any) -> dict[str, Any]:
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._number += 1
-        return {"type": kind, "sequence_number": self._number - 1, **given}
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
 
-    def _of_item(self, kind: str, **given: Any) -> dict[str, Any]:
+    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
         """An event about the last item."""
         index = len(self._output) - 1
-        return self._event(kind, item_id=self._output[-1]["id"], output_index=index, **given)
+        return self._event(kind, item_id=self._output[-1]["id"], output_index=index, **fields)
 
     def _took(self, part: Part) -> list[Any]:
         kind = {"text": "message", "reasoning": "reasoning"}.get(part.kind, "function_call")
@@ -384,8 +383,8 @@ class ResponseReplies:
         item = self._output[-1]
         item["status"] = status
         if item["type"] == "function_call":
-            given = {"arguments": item["arguments"], "name": item["name"]}
-            events = [self._of_item("response.function_call_arguments.done", **given)]
+            call_fields = {"arguments": item["arguments"], "name": item["name"]}
+            events = [self._of_item("response.function_call_arguments.done", **call_fields)]
         else:
             (content,) = item["content"]
             more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}

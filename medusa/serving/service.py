@@ -125,7 +125,7 @@ class Service:
             max_waiting=options.max_waiting,
             chunk=options.chunk or (CPU_CHUNK if model.profile.is_on_cpu else BatchLimits.chunk),
             by_time=options.chunk is None and model.profile.is_on_cpu,
-        ).in_memory(model.engine_base, *(_bytes(each) for each in (options.cache_mib, options.prefix_mib)))
+        ).in_memory(model.engine_base, *(_bytes(mib) for mib in (options.cache_mib, options.prefix_mib)))
         batches = {False: model.continuous_batch(self.limits, plain=options.plain)}
         if options.allow_plain:
             few = replace(self.limits, max_rows=PLAIN_ROWS, max_waiting=PLAIN_ROWS, prefix_bytes=0)
@@ -173,23 +173,23 @@ class Service:
             return False
         return all(text in shown for text in texts)
 
-    def chat_prompt(self, asked: ChatRequest) -> list[int]:
+    def chat_prompt(self, request: ChatRequest) -> list[int]:
         """The tokens of a conversation, as the chat template renders it."""
         if self.tokenizer.chat_template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
-        speaks_of_tools = any(message.needs_tools for message in asked.messages)
-        if (asked.offered or speaks_of_tools) and not self.knows_tools:
+        speaks_of_tools = any(message.needs_tools for message in request.messages)
+        if (request.offered or speaks_of_tools) and not self.knows_tools:
             raise RequestError(
                 "the chat template of this model has no place for tools; leave them out",
-                param="tools" if asked.offered else "messages",
+                param="tools" if request.offered else "messages",
             )
-        messages = [message.as_conversation for message in asked.messages]
+        messages = [message.as_conversation for message in request.messages]
         if not self.takes_several_systems:
             messages = _with_one_system(messages)
         try:
             messages = as_template(messages, self.tokenizer)
-            arguments = {**self.template_options, **asked.template_arguments}
-            text = self._marked(messages, asked.offered, arguments)
+            arguments = {**self.template_options, **request.template_arguments}
+            text = self._marked(messages, request.offered, arguments)
         except TEMPLATE_ERRORS as error:
             raise RequestError(
                 "the model's chat template refuses these messages: their roles or their order, or what "
@@ -213,8 +213,8 @@ class Service:
         kept_answers = [
             old if old["role"] == "assistant" else new for old, new in zip(messages, cut, strict=True)
         ]
-        for given in (cut, kept_answers):
-            marked = self._rendered(given, *others)
+        for candidate in (cut, kept_answers):
+            marked = self._rendered(candidate, *others)
             if marked.replace(self._mark, "") == text:
                 return marked
         raise RequestError(
@@ -234,15 +234,15 @@ class Service:
         longest_first = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def _cut(self, given: Any) -> Any:
-        """``given`` with the mark after the first character of each control token in its texts."""
-        if isinstance(given, str):
-            return self._controls.sub(lambda found: f"{found[0][0]}{self._mark}{found[0][1:]}", given)
-        if isinstance(given, list):
-            return [self._cut(each) for each in given]
-        if isinstance(given, dict):
-            return {self._cut(key): self._cut(each) for key, each in given.items()}
-        return given
+    def _cut(self, value: Any) -> Any:
+        """``value`` with the mark after the first character of each control token in its texts."""
+        if isinstance(value, str):
+            return self._controls.sub(lambda match: f"{match[0][0]}{self._mark}{match[0][1:]}", value)
+        if isinstance(value, list):
+            return [self._cut(item) for item in value]
+        if isinstance(value, dict):
+            return {self._cut(key): self._cut(item) for key, item in value.items()}
+        return value
 
     def _rendered(
         self, messages: list[dict[str, Any]], tools: Sequence[Any] = (), arguments: Mapping[str, Any] = {}
@@ -259,10 +259,10 @@ class Service:
     def _end_ids(self) -> list[int]:
         return sorted(end_ids(self.model.base, self.tokenizer))
 
-    def grammar(self, asked: ChatRequest | CompletionRequest, prompt: Sequence[int]) -> Grammar:
+    def grammar(self, request: ChatRequest | CompletionRequest, prompt: Sequence[int]) -> Grammar:
         """The grammar of the answer to ``prompt``, after its reasoning, where it ``is_formed``."""
-        chat = asked if isinstance(asked, ChatRequest) else None
-        text = asked.text_form
+        chat = request if isinstance(request, ChatRequest) else None
+        text = request.text_form
         must_call = chat.must_call if chat else []
         name = "tool_choice" if must_call or text is None else text.field
         try:
@@ -278,7 +278,7 @@ class Service:
                     *output_format.call_rules(functions, grammars.as_terminals),
                 ]
             if text is not None and not must_call:
-                rules.append(TEXT_RULES[text.kind]("text", text.given))
+                rules.append(TEXT_RULES[text.kind]("text", text.constraint))
             before = output_format.reasoning_before(
                 grammars.as_terminals, self._is_thinking(prompt) if chat else None
             )
@@ -304,56 +304,58 @@ class Service:
     @functools.cached_property
     def _control_names(self) -> dict[int, str]:
         added = self.tokenizer.added_tokens_decoder.items()
-        return {id: each.content for id, each in added if each.special}
+        return {id: token.content for id, token in added if token.special}
 
     def _is_thinking(self, prompt: Sequence[int]) -> bool | None:
         """Whether the model goes on with its reasoning where the prompt of a chat ends; False where the
         prompt has ended it, None where the model may begin it or not."""
         return in_reasoning(self.tokenizer, prompt, self.output_format.reasoning_tags)
 
-    def reader(self, asked: ChatRequest | InfillRequest, prompt: Sequence[int]) -> OutputParser:
+    def reader(self, request: ChatRequest | InfillRequest, prompt: Sequence[int]) -> OutputParser:
         """The output parser of an answer to ``prompt``."""
-        if isinstance(asked, InfillRequest):  # all of it is text
+        if isinstance(request, InfillRequest):  # all of it is text
             return OutputParser(OutputFormat())
-        tools = {tool["function"]["name"]: tool["function"] for tool in asked.offered}
-        most = 1 if asked.parallel_tool_calls is False else None
+        tools = {tool["function"]["name"]: tool["function"] for tool in request.offered}
+        most = 1 if request.parallel_tool_calls is False else None
         return OutputParser(self.output_format, tools, most, bool(self._is_thinking(prompt)))
 
-    def unread(self, asked: ChatRequest | CompletionRequest) -> list[str]:
+    def unread(self, request: ChatRequest | CompletionRequest) -> list[str]:
         """The fields that a client gives and that nobody reads here, nor does the chat template."""
-        found = [*asked.unread()]
-        if isinstance(asked, ChatRequest):
+        unread = [*request.unread()]
+        if isinstance(request, ChatRequest):
             names = ("reasoning_effort", "enable_thinking")
-            given = {name: name for name in names if getattr(asked, name) is not None}
-            given |= {
-                name: f"chat_template_kwargs.{shortened(name)}" for name in asked.chat_template_kwargs or {}
+            template_fields = {name: name for name in names if getattr(request, name) is not None}
+            template_fields |= {
+                name: f"chat_template_kwargs.{shortened(name)}" for name in request.chat_template_kwargs or {}
             }
-            if asked.reasoning_effort == "none" and "enable_thinking" in self._template:
-                given.pop("reasoning_effort")
-            beside = {key: f"messages[].{shortened(key)}" for each in asked.messages for key in each.beside}
-            given |= {name: field for name, field in beside.items() if name not in given}
+            if request.reasoning_effort == "none" and "enable_thinking" in self._template:
+                template_fields.pop("reasoning_effort")
+            beside = {
+                key: f"messages[].{shortened(key)}" for message in request.messages for key in message.beside
+            }
+            template_fields |= {name: field for name, field in beside.items() if name not in template_fields}
             known = set(re.findall(r"\w+", self._template))
-            found += [field for name, field in given.items() if name not in known]
-        return found
+            unread += [field for name, field in template_fields.items() if name not in known]
+        return unread
 
-    def prompts(self, asked: ChatRequest | CompletionRequest) -> list[list[int]]:
+    def prompts(self, request: ChatRequest | CompletionRequest) -> list[list[int]]:
         """The tokens of a conversation, or of each text to continue."""
-        if isinstance(asked, ChatRequest):
-            prompts = [self.chat_prompt(asked)]
+        if isinstance(request, ChatRequest):
+            prompts = [self.chat_prompt(request)]
         else:
-            prompts = [self._text_prompt(prompt, asked) for prompt in asked.prompts]
+            prompts = [self._text_prompt(prompt, request) for prompt in request.prompts]
         if not all(prompts):
             raise RequestError("the prompt must not be empty", param="prompt")
         return prompts
 
-    def _text_prompt(self, given: str | list[int], asked: CompletionRequest) -> list[int]:
-        if asked.suffix is not None and self.infill is not None:
-            return self._infill_prompt(self.infill, given, asked.suffix, asked)
-        if isinstance(given, str):
-            self._check_length(given, "prompt")
-            return self.tokenizer(given)["input_ids"]
-        self._check_tokens(given, "prompt")
-        return given
+    def _text_prompt(self, prompt: str | list[int], request: CompletionRequest) -> list[int]:
+        if request.suffix is not None and self.infill is not None:
+            return self._infill_prompt(self.infill, prompt, request.suffix, request)
+        if isinstance(prompt, str):
+            self._check_length(prompt, "prompt")
+            return self.tokenizer(prompt)["input_ids"]
+        self._check_tokens(prompt, "prompt")
+        return prompt
 
     @functools.cached_property
     def infill(self) -> InfillTokens | None:
@@ -361,24 +363,24 @@ class Service:
         return infill_tokens(self.tokenizer, vocab_size(self.model.base))
 
     def _infill_prompt(
-        self, infill: InfillTokens, given: str | list[int], suffix: str, asked: CompletionRequest
+        self, infill: InfillTokens, prompt: str | list[int], suffix: str, request: CompletionRequest
     ) -> list[int]:
         """The tokens of a text with a gap before ``suffix``; control tokens that either spells are text."""
-        after = self._tokens_after(suffix, asked.suffix_name)
+        after = self._tokens_after(suffix, request.suffix_name)
         start = start_tokens(self.tokenizer)
-        if isinstance(given, str):
-            self._check_length(given, asked.prompt_name)
-            first, *more = self._cut(given).split(self._mark)
+        if isinstance(prompt, str):
+            self._check_length(prompt, request.prompt_name)
+            first, *more = self._cut(prompt).split(self._mark)
             before = list(self.tokenizer(first, add_special_tokens=False)["input_ids"])
             before += [id for part in more for id in tokens_after(self.tokenizer, part)]
         else:
-            self._check_tokens(given, asked.prompt_name)
-            before = given
-        if not isinstance(asked, LlamaInfillRequest):
+            self._check_tokens(prompt, request.prompt_name)
+            before = prompt
+        if not isinstance(request, LlamaInfillRequest):
             return infill.prompt(start, before, after)
-        files = [(each.filename, each.text) for each in asked.others]
+        files = [(other.filename, other.text) for other in request.others]
         shown = infill.context(files, partial(self._tokens_after, param="input_extra"))
-        begun = self._tokens_after(asked.begun, "prompt")
+        begun = self._tokens_after(request.begun, "prompt")
         return [*infill.prompt([*start, *shown], before, after), *begun]
 
     def _tokens_after(self, text: str, param: str) -> list[int]:
@@ -386,10 +388,10 @@ class Service:
         self._check_length(text, param)
         return [id for part in self._cut(text).split(self._mark) for id in tokens_after(self.tokenizer, part)]
 
-    def _ends_of(self, asked: SharedFields, prompt: Sequence[int]) -> list[int]:
+    def _ends_of(self, request: SharedFields, prompt: Sequence[int]) -> list[int]:
         """The tokens that end an answer to ``prompt``: of one that fills a gap also those that mark gaps and
         files."""
-        if isinstance(asked, CompletionRequest) and self.infill is not None and self.infill.asks(prompt):
+        if isinstance(request, CompletionRequest) and self.infill is not None and self.infill.asks(prompt):
             return sorted({*self._end_ids, *self.infill.ends})
         return self._end_ids
 
@@ -413,22 +415,24 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    def check(self, asked: SharedFields) -> None:
+    def check(self, request: SharedFields) -> None:
         """Checks a request before anything is computed for it."""
-        self.check_name(asked.model)
-        if asked.medusa_plain and not self.options.allow_plain:
+        self.check_name(request.model)
+        if request.medusa_plain and not self.options.allow_plain:
             raise RequestError(
                 "this server has no medusa_plain, which takes time from all others; leave it out, or have "
                 "the server started with --allow-plain",
                 param="medusa_plain",
             )
-        refusal = asked.refused()
+        refusal = request.refused()
         if refusal is not None:
             raise RequestError(refusal[1], param=refusal[0])
-        is_gap = isinstance(asked, CompletionRequest) and (asked.suffix or isinstance(asked, InfillRequest))
+        is_gap = isinstance(request, CompletionRequest) and (
+            request.suffix or isinstance(request, InfillRequest)
+        )
         if is_gap and self.infill is None:
-            name = asked.suffix_name
-            can_do_without = not isinstance(asked, InfillRequest)
+            name = request.suffix_name
+            can_do_without = not isinstance(request, InfillRequest)
             advice = f"leave {name} out" if can_do_without else "ask /v1/completions to go on with a text"
             raise RequestError(
                 f"{name} needs a model that was trained to fill in the middle, and the tokenizer of this one "
@@ -436,29 +440,29 @@ class Service:
                 "such as Qwen2.5-Coder",
                 param=name,
             )
-        self._check_tokens([int(key) for key in asked.logit_bias or {}], "logit_bias")
+        self._check_tokens([int(key) for key in request.logit_bias or {}], "logit_bias")
         self._check_open()
         most = self.limits.max_rows + self.limits.max_waiting
-        if asked.num_answers > most:
+        if request.num_answers > most:
             raise RequestError(
-                f"a request may want {most} answers here, got {asked.num_answers}; ask for fewer at once",
+                f"a request may want {most} answers here, got {request.num_answers}; ask for fewer at once",
                 param="n",
             )
         try:
-            self.worker.check_room(asked.medusa_plain, asked.num_answers)
+            self.worker.check_room(request.medusa_plain, request.num_answers)
         except QueueFull as error:
             raise overloaded() from error
 
     def check_name(self, name: str | None) -> None:
         """Raise RequestError unless clients may call the model ``name``, or nothing."""
         if name and not self.options.any_model_name and name not in self.names:
-            there = ", ".join(map(repr, self.names))
-            text = f"the model {shortened(name)!r} is not here; there is {there}"
+            served_names = ", ".join(map(repr, self.names))
+            text = f"the model {shortened(name)!r} is not here; there is {served_names}"
             raise RequestError(text, 404, "model", "model_not_found")
 
     def answers(
         self,
-        asked: SharedFields,
+        request: SharedFields,
         prompts: Sequence[Sequence[int]],
         listener_of: Callable[[int], Callable[[Update], None]],
         grammar: Grammar | None = None,
@@ -467,8 +471,8 @@ class Service:
         """The ``n`` answers to each of ``prompts``, not yet started; choice i draws from ``seed + i``, and
         reports to the listener with its number among all. Their prefixes are not shared with other owners."""
         expected: list[int] = []
-        if asked.prediction is not None:
-            text = text_of(asked.prediction.content)
+        if request.prediction is not None:
+            text = text_of(request.prediction.content)
             self._check_length(text, "prediction")
             expected = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(expected) > self.max_tokens:
@@ -477,28 +481,28 @@ class Service:
                     param="prediction",
                     code="context_length_exceeded",
                 )
-        marks = self._marks if isinstance(asked, ChatRequest) else None
-        known: dict[str, Any] = {"is_plain": asked.medusa_plain, "seconds": self.options.timeout}
+        marks = self._marks if isinstance(request, ChatRequest) else None
+        known: dict[str, Any] = {"is_plain": request.medusa_plain, "seconds": self.options.timeout}
         known |= {"owner": owner, "prediction": expected}
-        requests = [
-            request
+        decode_requests = [
+            decode_request
             for prompt in prompts
-            for request in self._requests(asked, prompt, expected, grammar, owner)
+            for decode_request in self._decode_requests(request, prompt, expected, grammar, owner)
         ]
-        controls = self._control_names if asked.stops else None
+        controls = self._control_names if request.stops else None
         return [
             Answer(
-                request,
-                AnswerText(self.tokenizer, asked.stops, marks, controls),
+                decode_request,
+                AnswerText(self.tokenizer, request.stops, marks, controls),
                 listener_of(number),
                 **known,
             )
-            for number, request in enumerate(requests)
+            for number, decode_request in enumerate(decode_requests)
         ]
 
-    def _requests(
+    def _decode_requests(
         self,
-        asked: SharedFields,
+        request: SharedFields,
         prompt: Sequence[int],
         expected: Sequence[int],
         grammar: Grammar | None,
@@ -506,35 +510,35 @@ class Service:
     ) -> Iterator[DecodeRequest]:
         """The decode request of each choice."""
         arguments: dict[str, Any] = {
-            **sampling_arguments(asked),
-            "max_new_tokens": self._longest(asked, len(prompt)),
-            "eos_token_id": self._ends_of(asked, prompt) or None,
-            "num_logprobs": asked.num_logprobs,
+            **sampling_arguments(request),
+            "max_new_tokens": self._longest(request, len(prompt)),
+            "eos_token_id": self._ends_of(request, prompt) or None,
+            "num_logprobs": request.num_logprobs,
         }
         processors = LogitsProcessorList()
-        if asked.frequency_penalty or asked.presence_penalty:
-            frequency = asked.frequency_penalty or 0.0
-            presence = asked.presence_penalty or 0.0
+        if request.frequency_penalty or request.presence_penalty:
+            frequency = request.frequency_penalty or 0.0
+            presence = request.presence_penalty or 0.0
             processors.append(OccurrencePenalty(len(prompt), frequency, presence))
         if self.model.base.generation_config.pad_token_id is None:
             arguments["pad_token_id"] = 0  # fills nothing here, and without it transformers warns
-        first = int(torch.randint(SEEDS, ())) if asked.seed is None else asked.seed % SEEDS
+        first = int(torch.randint(SEEDS, ())) if request.seed is None else request.seed % SEEDS
         ids = torch.tensor([list(prompt)], device=self.model.device)
         references = self.model.references(expected, self.corpus_of(owner), [ids[0]])
-        for choice in range(asked.n):
+        for choice in range(request.n):
             kept = [] if grammar is None else [grammar.processor(len(prompt))]
             arguments["logits_processor"] = LogitsProcessorList([*processors, *kept])
             try:
-                request = self.model.request(
+                decode_request = self.model.request(
                     ids, attention_mask=torch.ones_like(ids), seed=(first + choice) % SEEDS, **arguments
                 )
-                request = replace(request, references=references)
-                if asked.ignore_eos:
-                    request = replace(request, eos_ids=frozenset())
-                self.worker.batches[asked.medusa_plain].check(request)
+                decode_request = replace(decode_request, references=references)
+                if request.ignore_eos:
+                    decode_request = replace(decode_request, eos_ids=frozenset())
+                self.worker.batches[request.medusa_plain].check(decode_request)
             except ValueError as error:
                 raise RequestError(str(error)) from error
-            yield request
+            yield decode_request
 
     def corpus_of(self, owner: Hashable) -> SuffixCorpus | None:
         """The suffix cache of ``owner``; None where it is switched off.
@@ -564,18 +568,18 @@ class Service:
         if self.is_draining:
             raise shutting_down()
 
-    def _longest(self, asked: SharedFields, num_prompt: int) -> int:
+    def _longest(self, request: SharedFields, num_prompt: int) -> int:
         """Tokens that the answer may have: what a client asks for, as far as there is room."""
-        most = self.worker.batches[asked.medusa_plain].max_tokens
+        most = self.worker.batches[request.medusa_plain].max_tokens
         if num_prompt >= most:
             raise RequestError(
                 f"{_FULL.format(most)}, and the prompt has {num_prompt}, which leaves none for an answer; "
                 "shorten it",
-                param=asked.prompt_name,
+                param=request.prompt_name,
                 code="context_length_exceeded",
             )
         return min(
-            asked.longest or self.options.max_new_tokens, self.options.max_new_tokens, most - num_prompt
+            request.longest or self.options.max_new_tokens, self.options.max_new_tokens, most - num_prompt
         )
 
     def _check_tokens(self, ids: Sequence[int], param: str) -> None:
@@ -586,22 +590,22 @@ class Service:
                     f"{param} must hold token ids of 0 to {size - 1}, got {token}", param=param
                 )
 
-    def tokens(self, asked: TokenizeRequest) -> dict[str, Any]:
+    def tokens(self, request: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a text or a conversation."""
-        self.check_name(asked.model)
-        if asked.prompt is None:
-            ids = self.chat_prompt(asked.chat)
+        self.check_name(request.model)
+        if request.prompt is None:
+            ids = self.chat_prompt(request.chat)
         else:
-            self._check_length(asked.prompt, "prompt")
-            ids = self.tokenizer(asked.prompt, add_special_tokens=asked.add_special_tokens)["input_ids"]
-        names = self.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+            self._check_length(request.prompt, "prompt")
+            ids = self.tokenizer(request.prompt, add_special_tokens=request.add_special_tokens)["input_ids"]
+        names = self.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
         return {"count": len(ids), "max_model_len": self.context, "tokens": ids, "token_strs": names}
 
-    def text(self, asked: DetokenizeRequest) -> dict[str, Any]:
+    def text(self, request: DetokenizeRequest) -> dict[str, Any]:
         """The text of tokens."""
-        self.check_name(asked.model)
-        self._check_tokens(asked.tokens, "tokens")
-        return {"prompt": self.text_of(asked.tokens)}
+        self.check_name(request.model)
+        self._check_tokens(request.tokens, "tokens")
+        return {"prompt": self.text_of(request.tokens)}
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """Control tokens included."""

@@ -113,7 +113,7 @@ class AccessOptions:
         return self.max_body_mib * 2**20
 
 
-def _check_names(option: str, given: Sequence[str], form: str, rule: str) -> None:
-    for name in given:
+def _check_names(option: str, names: Sequence[str], form: str, rule: str) -> None:
+    for name in names:
         if not re.fullmatch(form, name):
             raise ValueError(f"{option} must be {rule}, got {name!r}")

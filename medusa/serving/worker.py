@@ -77,10 +77,10 @@ class Answer:
         """The log-probabilities that are not told yet, of ``new`` tokens too, as far as their text is out."""
         self._logprobs += new
         num_new = min(self.text.num_told - self._num_told, len(self._logprobs))
-        told = self._logprobs[:num_new]
+        logprobs = self._logprobs[:num_new]
         self._logprobs = self._logprobs[num_new:]
         self._num_told += num_new
-        return told
+        return logprobs
 
 
 class WorkerEnded(RuntimeError):
@@ -227,8 +227,8 @@ class Worker:
         began = time.perf_counter()
         outputs = self.batches[is_plain].step()
         self.seconds[is_plain] += time.perf_counter() - began
-        for each in outputs:
-            self._tell(each)
+        for output in outputs:
+            self._tell(output)
 
     def _tell(self, output: RowOutput) -> None:
         row = output.row
