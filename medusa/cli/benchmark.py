@@ -147,19 +147,19 @@ def benchmark(options: BenchmarkOptions) -> list[str]:
         options.answers.temperature == 0,
     )
     rates = measured_rates(model.device, model.base.dtype)
-    found: list[dict[str, Any]] = []
+    by_setting: list[dict[str, Any]] = []
     counts: RankCounts | None = None
     shown: list[Answer] = []
     for setting in settings:
         answers, reasons = _answers_in(setting, model, systems, options)
         if counts is None and options.answers.temperature == 0 and any(a.system == HEADS for a in answers):
             counts = calibrated_counts(model, answers, setting)
-        found.append(_measured_setting(model, setting, answers, rates, counts, options))
+        by_setting.append(_measured_setting(model, setting, answers, rates, counts, options))
         skipped = reasons | skipped
         shown = shown or answers
     values = {
-        **found[0],
-        "by_setting": found,
+        **by_setting[0],
+        "by_setting": by_setting,
         "skipped": skipped,
         "device_rates": asdict(rates),
         **measured_on(model),

@@ -125,11 +125,11 @@ class ChatSession:
         Raises:
             ContextFullError: no room for an answer is left; the history is as it was.
         """
-        asked = [
+        conversation = [
             *self.messages,
             {"role": "user", "content": question} if isinstance(question, str) else question,
         ]
-        encoded, room = self._encoded(asked)
+        encoded, room = self._encoded(conversation)
         limit = min(room, self.options.answers.max_new_tokens)
         statistics = DecodingStatistics()
         began = time.perf_counter()
@@ -156,7 +156,7 @@ class ChatSession:
             seconds = time.perf_counter() - began
             if text or ended_by != "interrupt":
                 self.answers.append(Reply(text, ended_by, seconds, statistics))
-                self.messages = [*asked, {"role": "assistant", "content": text}]
+                self.messages = [*conversation, {"role": "assistant", "content": text}]
 
     def _steps(
         self, encoded: dict[str, Any], limit: int, statistics: DecodingStatistics
@@ -280,16 +280,16 @@ class ChatTerminal:
                 self.console.out(f"> {message['content']}", highlight=False)
                 self.ask(message)
 
-    def obey(self, command: str) -> None:
+    def obey(self, slash_command: str) -> None:
         """Carry out a command; unknown ones are answered with the list."""
-        if command == "/reset":
+        if slash_command == "/reset":
             self.session.reset()
             self.say("The conversation starts afresh.")
-        elif command == "/stats":
+        elif slash_command == "/stats":
             self._show_statistics()
         else:
-            if command != "/help":
-                self.say(f"There is no command {command}. A space before it asks the model.")
+            if slash_command != "/help":
+                self.say(f"There is no command {slash_command}. A space before it asks the model.")
             for name, meaning in SLASH_COMMANDS.items():
                 self.say(f"  {name:<7} {meaning}")
 
@@ -379,15 +379,15 @@ def generate(options: GenerateOptions) -> list[str]:
     prediction = None
     path = options.prediction
     if path is not None:
-        given = path.read_text(encoding="utf-8", errors="surrogateescape")
-        prediction = checked_utf8(given, f"prediction, which is in {path},")
+        content = path.read_text(encoding="utf-8", errors="surrogateescape")
+        prediction = checked_utf8(content, f"prediction, which is in {path},")
     if options.raw:
         encoded = encode_text(model.tokenizer, prompt, model.device)
     else:
         text = options.replies.system
         system: list[Message] = [] if text is None else [{"role": "system", "content": text}]
-        asked: list[Message] = [*system, {"role": "user", "content": prompt}]
-        encoded = encode_messages(model.tokenizer, asked, model.device, options.template.template_kwargs)
+        messages: list[Message] = [*system, {"role": "user", "content": prompt}]
+        encoded = encode_messages(model.tokenizer, messages, model.device, options.template.template_kwargs)
     statistics = DecodingStatistics()
     arguments: dict[str, Any] = {
         **encoded,

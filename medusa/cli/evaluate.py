@@ -154,9 +154,9 @@ class EvaluationOptions(ProgramOptions):
             raise ValueError(
                 "heads are named one after the other, or one set with --heads, not both; leave --heads out"
             )
-        asked = "several sets of heads" if self.compares else "one set of heads"
+        question = "several sets of heads" if self.compares else "one set of heads"
         if self.engines.fidelity:
-            asked = "--fidelity"
+            question = "--fidelity"
             if self.sets:
                 raise ValueError("fidelity is an engine's, and sets of heads are named; give one of them")
             if self.answers.temperature != 0:
@@ -168,10 +168,10 @@ class EvaluationOptions(ProgramOptions):
             "one set of heads": (self.engines,),
             "--fidelity": (self.decoding, self.comparison),
         }
-        for group in unread[asked]:
-            for each in fields(group):
-                if getattr(group, each.name) != each.default:
-                    raise ValueError(f"{each.name} goes with other questions than {asked}; leave it out")
+        for group in unread[question]:
+            for option in fields(group):
+                if getattr(group, option.name) != option.default:
+                    raise ValueError(f"{option.name} goes with other questions than {question}; leave it out")
 
     @property
     def compares(self) -> bool:
@@ -210,19 +210,21 @@ def _evaluate_set(options: EvaluationOptions) -> list[str]:
         evaluated.append(Evaluated(prompt.category, statistics, counts))
     others = {}
     for temperature in options.decoding.also_at:
-        there = replace(options.answers, temperature=temperature)
+        answer_options = replace(options.answers, temperature=temperature)
         label = f"answering at temperature {temperature:g}"
         others[temperature] = [
-            decode_prompt(model, each, there, drafter)[1] for each in track(encoded, label)
+            decode_prompt(model, each, answer_options, drafter)[1] for each in track(encoded, label)
         ]
     answers = {name: getattr(options.answers, name) for name in ("temperature", "max_new_tokens", "seed")}
     answers["drafter"] = drafter or "heads"
-    made = evaluation.made_by(model, options.model.heads, answers)
-    values = {**evaluation.evaluation_report(evaluated, others), "made": made}
+    settings = evaluation.made_by(model, options.model.heads, answers)
+    values = {**evaluation.evaluation_report(evaluated, others), "made": settings}
     report = Report(values)
     evaluation.add_tables(report, options.answers.temperature)
-    asked = f"{values['num_prompts']} prompts, temperature {options.answers.temperature:g}"
-    title = f"{short_name(options.model.heads)}, {asked}"
+    title = (
+        f"{short_name(options.model.heads)}, {values['num_prompts']} prompts, "
+        f"temperature {options.answers.temperature:g}"
+    )
     report.add_picture(options.plot, partial(evaluation.plot_evaluation, values, title=title))
     report.publish(options.report.json)
     can_be_tuned = not model.tuned and Path(options.model.heads).is_dir()
@@ -251,32 +253,34 @@ def _use_tree_asked_for(model: MedusaModel, options: EvaluationOptions) -> None:
 
 def _compare_sets(sets: Sequence[NamedHeads], options: EvaluationOptions) -> list[str]:
     """Ask all sets of heads about the same answers."""
-    asked = options.comparison
+    comparison_options = options.comparison
     model = load_model(options.model, template=options.prompts)
     rows = sorted(_answers_to_compare_on(model, sets, options), key=lambda row: len(row.token_ids))
     modules = [each.checkpoint.heads.to(model.device).eval() for each in sets]
-    counts = ranked(model, modules, rows, asked.max_rank, ROWS_PER_PASS)
+    counts = ranked(model, modules, rows, comparison_options.max_rank, ROWS_PER_PASS)
     times = {}
-    if asked.rounds:
+    if comparison_options.rounds:
         beginnings = [_beginning(row, model.device) for row in rows]
-        chosen = [beginnings[place % len(rows)] for place in range(1 + asked.rounds)]
-        times = comparison.measured_steps(model, sets, counts, asked.step_nodes, chosen, label="timing steps")
+        chosen = [beginnings[place % len(rows)] for place in range(1 + comparison_options.rounds)]
+        times = comparison.measured_steps(
+            model, sets, counts, comparison_options.step_nodes, chosen, label="timing steps"
+        )
     about = f"answers to {options.prompts.prompts or 'the prompts of the demo'}"
     values = {
         "against": sets[0].label,
-        "heads": comparison.comparison_report(sets, counts, asked.sizes, times),
+        "heads": comparison.comparison_report(sets, counts, comparison_options.sizes, times),
         "num_answers": len(counts[0].ranks),
         "num_tokens": sum(len(ranks) for ranks in counts[0].ranks),
         **measured_on(model),
-        "step_nodes": asked.step_nodes,
-        "asked_about": "conversations held out in training" if asked.held_out else about,
+        "step_nodes": comparison_options.step_nodes,
+        "asked_about": "conversations held out in training" if comparison_options.held_out else about,
     }
     report = Report(values)
     comparison.add_table(report)
     title = f"{short_name(model.base.name_or_path)}, {values['asked_about']}, {values['num_tokens']} tokens"
     report.add_picture(options.plot, partial(comparison.plot_heads, values["heads"], title=title))
     report.publish(options.report.json)
-    largest = str(max(asked.sizes))
+    largest = str(max(comparison_options.sizes))
     best = max(values["heads"], key=lambda row: row["tokens_per_step"][largest]["value"])
     return [answer_command(model.tokenizer, *to_argv(replace(options.model, heads=best["heads"])))]
 
@@ -303,11 +307,11 @@ def _beginning(row: AnsweredTokens, device: torch.device) -> dict[str, Tensor]:
 
 def _evaluate_engine(options: EvaluationOptions) -> list[str]:
     """Compare the engine, and llama.cpp, with float32; of a quantised file, with its widened weights."""
-    asked = replace(options.model, dtype=options.model.dtype or "float32")
+    model_options = replace(options.model, dtype=options.model.dtype or "float32")
     source = _quantised_base(options.model)
     if source is not None:
-        asked = replace(asked, engine="eager", step="general")
-    model = load_model(asked, holds_weights=True, source=source)
+        model_options = replace(model_options, engine="eager", step="general")
+    model = load_model(model_options, holds_weights=True, source=source)
     if model.base.dtype != torch.float32:
         raise ValueError(f"dtype must be float32, which all are held against, got {model.base.dtype}")
     others = _readers(model, options.engines, source)
@@ -322,8 +326,8 @@ def _evaluate_engine(options: EvaluationOptions) -> list[str]:
         # Answers are float32's, whatever the engine: its own would be another model's.
         exact = MedusaModel(model.base, model.heads, model.tree, model.tokenizer, engine="auto")
     rows = answered_prompts(exact, prompts, options.answers)
-    found = evaluation.compared(reader_of(model.base), others, track(rows, "reading"))
-    engines = {name: evaluation.fidelity(each) for name, each in found.items()}
+    distances = evaluation.compared(reader_of(model.base), others, track(rows, "reading"))
+    engines = {name: evaluation.fidelity(each) for name, each in distances.items()}
     report = Report(
         {
             "engines": engines,
@@ -352,7 +356,7 @@ def _readers(model: MedusaModel, options: FidelityOptions, source: BaseSource | 
     """Who is held against float32: the engine, then llama.cpp with each GGUF file, that of the base first."""
     engine = resolved_engine(model.base, model.engine)
     step = options.tokens_per_pass
-    found: dict[str, Reader] = {engine: reader_of(model.engine_base, step)}
+    readers: dict[str, Reader] = {engine: reader_of(model.engine_base, step)}
     paths = [*options.llama_cpp]
     if source is not None and source.gguf is not None and source.gguf.path not in paths:
         lacks = llama_cpp_unsupported_reason()
@@ -361,5 +365,5 @@ def _readers(model: MedusaModel, options: FidelityOptions, source: BaseSource | 
         elif not paths:
             log_console().print(f"llama.cpp is left out: {lacks}", style="dim", soft_wrap=True, markup=False)
     for name, path in llama_cpp_files(model, paths).items():
-        found[name] = partial(LlamaCpp(path, vocab_size(model.base)).logits, tokens_per_pass=step)
-    return found
+        readers[name] = partial(LlamaCpp(path, vocab_size(model.base)).logits, tokens_per_pass=step)
+    return readers

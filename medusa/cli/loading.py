@@ -151,21 +151,20 @@ def _warn_of_other_template(
     """Warn where ``template_kwargs`` render a question differently from the heads' training conversations."""
     known = checkpoint.template_options
     if known and not has_same_template_kwargs(tokenizer, template_kwargs, known):
-        before, here = (
+        recorded, current = (
             " or ".join(json.dumps(each) for each in every) for every in (known, [template_kwargs])
         )
         warnings.warn(
-            f"the heads were trained on conversations that tell the chat template {before}, and here it is "
-            f"told {here}, which it renders otherwise: they may guess badly, as heads that saw no reasoning "
-            "do while a model reasons; the text is the same",
+            f"the heads were trained on conversations that tell the chat template {recorded}, and here it is "
+            f"told {current}, which it renders otherwise: they may guess badly, as heads that saw no "
+            "reasoning do while a model reasons; the text is the same",
             stacklevel=3,
         )
 
 
-def set_step(model: MedusaModel, asked: StepKind | None) -> None:
-    """Have ``model`` run its steps as was asked, or by :func:`default_step`."""
-    step = asked or default_step(model)
-    model.use_step(step)
+def set_step(model: MedusaModel, step: StepKind | None) -> None:
+    """Have ``model`` run its steps as ``step`` says, or by :func:`default_step`."""
+    model.use_step(step or default_step(model))
 
 
 def default_step(model: MedusaModel) -> StepKind:
@@ -265,8 +264,7 @@ def compile_model(options: CompileOptions) -> list[str]:
     num_bytes = sum(path.stat().st_size for path in model.library_paths if path.exists())
     text = f"{'was there' if was_there else 'compiled'}, ready after {seconds:.1f} s"
     log_console().print(f"{text}, {megabytes(num_bytes)}", soft_wrap=True)
-    found = {"was_there": was_there, "seconds": seconds, "bytes": num_bytes}
-    end_with_json(found, options.report.json)
+    end_with_json({"was_there": was_there, "seconds": seconds, "bytes": num_bytes}, options.report.json)
     return [answer_command(model.tokenizer, *to_argv(options.model))]
 
 

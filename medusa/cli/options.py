@@ -82,13 +82,13 @@ def parse(
         words = [_current_flag(word, flags) for word in words]
         _check_known(words, flags)
         words = _gathered(_switches(words, flags), flags)
-        given = _values(presets(), flags, "presets")
+        values = _values(presets(), flags, "presets")
         if file is not None:
             file = named_file(file, ".yaml", "configuration file")
-            read = read_yaml(file)
-            if not isinstance(read, dict):
-                raise ValueError(f"{file} must hold keys and values, got {type(read).__name__}")
-            given |= _values(read, flags, str(file))
+            content = read_yaml(file)
+            if not isinstance(content, dict):
+                raise ValueError(f"{file} must hold keys and values, got {type(content).__name__}")
+            values |= _values(content, flags, str(file))
     except (ValueError, FileNotFoundError) as error:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(2) from error
@@ -101,7 +101,7 @@ def parse(
             options,
             prog=prog or Path(sys.argv[0]).name,
             args=words,
-            default=_instance(options, given),
+            default=_instance(options, values),
             description="",
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.PositionalMetavarFromFieldName),
             registry=_REGISTRY,
@@ -195,7 +195,7 @@ def _without_config(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 def _values(values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> dict[str, Any]:
     """``values`` as the types of their ``flags`` have them: read as the command line's words are."""
-    found: dict[str, Any] = {}
+    parsed: dict[str, Any] = {}
     for key, value in values.items():
         key = RENAMED[key] if RENAMED.get(key) in flags else key
         if key not in flags:
@@ -205,7 +205,7 @@ def _values(values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> 
         if flags[key] is bool:
             if not isinstance(value, bool):
                 raise ValueError(f"{key} in {where} must be true or false, got {value!r}")
-            found[key] = value
+            parsed[key] = value
             continue
         values_given = value if isinstance(value, list) else [value]
         with _REGISTRY:
@@ -222,10 +222,10 @@ def _values(values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> 
         if spec.choices and any(word.lower() not in choices for word in words):
             raise ValueError(f"{key} in {where} must be one of {', '.join(spec.choices)}, got {value!r}")
         try:
-            found[key] = spec.instance_from_str(words)
+            parsed[key] = spec.instance_from_str(words)
         except ValueError as error:
             raise ValueError(f"{key} in {where} cannot be {value!r}: {error}") from error
-    return found
+    return parsed
 
 
 def _instance(options: type[T], values: Mapping[str, Any], defaults: Any = None) -> T:
@@ -233,7 +233,7 @@ def _instance(options: type[T], values: Mapping[str, Any], defaults: Any = None)
 
     Nothing is checked yet: missing values are MISSING, for the parser to take from the command line.
     """
-    made = object.__new__(options)
+    instance = object.__new__(options)
     types = get_type_hints(options)
     for field in dataclasses.fields(options):  # type: ignore[arg-type]
         value = _default(field) if defaults is None else getattr(defaults, field.name)
@@ -242,8 +242,8 @@ def _instance(options: type[T], values: Mapping[str, Any], defaults: Any = None)
             value = _instance(kind, values, None if value is dataclasses.MISSING else value)  # type: ignore
         else:
             value = values.get(field.name, value)
-        object.__setattr__(made, field.name, tyro.MISSING if value is dataclasses.MISSING else value)
-    return made
+        object.__setattr__(instance, field.name, tyro.MISSING if value is dataclasses.MISSING else value)
+    return instance
 
 
 def _switches(words: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
@@ -476,8 +476,8 @@ class AnswerOptions:
     @property
     def sampling(self) -> dict[str, Any]:
         """For ``generate``, ours and ``transformers``': greedy or sampled, and from which tokens."""
-        given = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-        return {"do_sample": self.temperature > 0} | {name: each for name, each in given.items() if each}
+        parameters = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        return {"do_sample": self.temperature > 0} | {name: each for name, each in parameters.items() if each}
 
 
 @dataclass(frozen=True)
@@ -530,8 +530,8 @@ def print_next(commands: Sequence[str]) -> None:
 def _own_name() -> str:
     """The shell command of this installation's ``medusa``: its path, where the name finds none or another."""
     script = Path(sys.executable).with_name("medusa")
-    found = shutil.which("medusa")
-    if not script.is_file() or (found is not None and script.samefile(found)):
+    command_path = shutil.which("medusa")
+    if not script.is_file() or (command_path is not None and script.samefile(command_path)):
         return "medusa"
     return shlex.quote(os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script))
 

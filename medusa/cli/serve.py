@@ -69,11 +69,11 @@ def serve(options: ServeOptions) -> list[str]:
 def api_keys(flags: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
     """The keys of ``--api-key`` and of ``environment``, each once, without the blanks around them."""
     variable = environment.get(KEY_VARIABLE)
-    given = [("--api-key", key) for key in flags]
-    given += [] if variable is None else [(KEY_VARIABLE, key) for key in variable.split(",")]
-    for source, key in given:
+    keys = [("--api-key", key) for key in flags]
+    keys += [] if variable is None else [(KEY_VARIABLE, key) for key in variable.split(",")]
+    for source, key in keys:
         if not re.fullmatch("[!-~]+", key.strip()):
             got = "a key with others in it" if key.strip() else "an empty key"
             advice = "name a key, or leave it out to want none"
             raise ValueError(f"{source} must hold keys of visible ASCII characters, got {got}; {advice}")
-    return tuple(dict.fromkeys(key.strip() for _, key in given))
+    return tuple(dict.fromkeys(key.strip() for _, key in keys))

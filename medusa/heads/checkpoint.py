@@ -273,16 +273,17 @@ def check_heads_fit_source(heads: Heads, source: BaseSource) -> None:
             )
 
 
-def check_sizes(base: CausalLM, size: int, vocabulary: int | None, what: str, advice: str) -> None:
+def check_sizes(base: CausalLM, size: int, vocabulary: int | None, subject: str, advice: str) -> None:
     """Raise ValueError unless heads of these sizes can sit on ``base``; None are heads without rows. The
-    message says ``what`` has other sizes, and the ``advice``."""
+    message begins with ``subject`` and ends with ``advice``."""
     for name, heads_size, base_size in (
         ("hidden_size", size, hidden_size(base)),
         ("vocab_size", vocabulary, vocab_size(base)),
     ):
         if heads_size is not None and heads_size != base_size:
             raise ValueError(
-                f"{what} for {name}={heads_size}, base model {base.name_or_path!r} has {base_size}; {advice}"
+                f"{subject} for {name}={heads_size}, base model {base.name_or_path!r} has {base_size}; "
+                f"{advice}"
             )
 
 
@@ -367,8 +368,8 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
     }
     if isinstance(config, HeadsConfig):
         _check_counts(config, weights, config_path)
-    what = f"{config.unembedding!r} heads" if isinstance(config, HeadsConfig) else f"an {kind!r} head"
-    check_tensors(weights, shapes, what, path)
+    heads_name = f"{config.unembedding!r} heads" if isinstance(config, HeadsConfig) else f"an {kind!r} head"
+    check_tensors(weights, shapes, heads_name, path)
     if config.token_map_size is not None:
         try:
             weights["token_map"] = checked_token_map(
@@ -418,14 +419,14 @@ def _read_weights(
 
 def _strict_config(config_type: type[Any], raw: Mapping[str, Any], path: Path) -> Any:
     """The module's configuration in a config.json."""
-    known = {field.name for field in fields(config_type)}
+    known = {each.name for each in fields(config_type)}
     values = {key: value for key, value in raw.items() if key not in _HEADER_KEYS}
     for key in values:
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1)
             advice = f"did you mean {nearest[0]!r}?" if nearest else f"known are {sorted(known)}"
             raise ValueError(f"{path} has unknown key {key!r}; {advice}")
-    required = [field.name for field in fields(config_type) if field.default is MISSING]
+    required = [each.name for each in fields(config_type) if each.default is MISSING]
     missing = [name for name in required if name not in values]
     if missing:
         raise ValueError(f"{path} must say {' and '.join(missing)}; copy or train it again")

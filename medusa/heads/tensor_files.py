@@ -78,19 +78,21 @@ def check_finite(weights: Mapping[str, Tensor], where: str) -> None:
 
 
 def check_tensors(
-    held: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], what: str, where: Path
+    held: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], heads_name: str, where: Path
 ) -> None:
     """Raise ValueError unless ``held`` has the tensors of these ``shapes`` and no others.
 
-    ``what`` and ``where`` describe the tensors in the message, which names the first wrong one.
+    ``heads_name`` and ``where`` are for the message, which names the first wrong tensor.
     """
     missing = [name for name in shapes if name not in held]
     if missing:
-        raise ValueError(f"{where} lacks {_listed(missing)}, of {what}; the file is incomplete, get it again")
+        raise ValueError(
+            f"{where} lacks {_listed(missing)}, of {heads_name}; the file is incomplete, get it again"
+        )
     extra = [name for name in held if name not in shapes]
     if extra:
         raise ValueError(
-            f"{where} holds tensors that are no part of {what}: {_listed(extra)}; they would be left "
+            f"{where} holds tensors that are no part of {heads_name}: {_listed(extra)}; they would be left "
             "out. Get the file of such heads"
         )
     for name, shape in shapes.items():

@@ -57,9 +57,9 @@ def format_of(directory: Path) -> ForeignFormat:
     Raises:
         ValueError: it is none of those there are.
     """
-    for each in FORMATS.values():
-        if each.recognises is not None and each.recognises(directory):
-            return each
+    for foreign in FORMATS.values():
+        if foreign.recognises is not None and foreign.recognises(directory):
+            return foreign
     config = directory / "config.json"
     if config.exists() and "format_version" in read_json(config):
         raise ValueError(
@@ -135,18 +135,20 @@ def import_heads(
         FileNotFoundError: a file is missing.
         ValueError: the files are damaged, contradict each other, or belong to another base.
     """
-    read = foreign.read(request)
+    foreign_heads = foreign.read(request)
     record = {
         "command": shlex.join(sys.orig_argv),
         "medusa_version": medusa.__version__,
         "imported_from": source,
         "format": foreign.name,
-        "notes": list(read.notes),
+        "notes": list(foreign_heads.notes),
     }
     fingerprint = BaseFingerprint.of(request.base)
-    checkpoint = HeadsCheckpoint(read.heads, base_name, provenance=record, fingerprint=fingerprint)
-    save_heads(checkpoint, output, overwrite, None if read.dtype == torch.float32 else read.dtype)
-    return checkpoint, read
+    checkpoint = HeadsCheckpoint(foreign_heads.heads, base_name, provenance=record, fingerprint=fingerprint)
+    save_heads(
+        checkpoint, output, overwrite, None if foreign_heads.dtype == torch.float32 else foreign_heads.dtype
+    )
+    return checkpoint, foreign_heads
 
 
 def foreign_directory(source: str | Path) -> Path:

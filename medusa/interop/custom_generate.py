@@ -77,8 +77,8 @@ def custom_generate(
     loaded = _LOADED.setdefault(model, {})
     if stamp not in loaded:
         loaded[stamp] = load_heads(directory)
-    made = MedusaModel.from_pretrained(model, loaded[stamp], engine="eager", step="general")
-    return made.generate(inputs, **arguments)
+    medusa_model = MedusaModel.from_pretrained(model, loaded[stamp], engine="eager", step="general")
+    return medusa_model.generate(inputs, **arguments)
 
 
 def _named_by_caller(revision: str | None) -> str:

@@ -339,13 +339,15 @@ def _tensors(request: ReadRequest) -> tuple[dict[str, Tensor], Path, str]:
 
     The names of the other tensors are the plain layout's.
     """
-    found = read_model_tensors(request.directory, lambda name: "rotary_emb" not in name, integers=_MAPS)
-    files = {file for file, _ in found.values()}
+    stored_tensors = read_model_tensors(
+        request.directory, lambda name: "rotary_emb" not in name, integers=_MAPS
+    )
+    files = {file for file, _ in stored_tensors.values()}
     where = files.pop() if len(files) == 1 else request.directory
-    layer = next((match[0] for match in map(_LAYER_NAME.match, found) if match), "midlayer.")
+    layer = next((match[0] for match in map(_LAYER_NAME.match, stored_tensors) if match), "midlayer.")
     tensors = {
         name if name.startswith(layer) else name.removeprefix("model."): each
-        for name, (_, each) in found.items()
+        for name, (_, each) in stored_tensors.items()
     }
     return tensors, where, layer
 
@@ -398,12 +400,14 @@ def _layers_of(
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"rope_scaling must be an object, got {given!r:.100}")
-    rest = {key: value for key, value in given.items() if key not in ("type", "rope_type", "rope_theta")}
-    theta = given.get("rope_theta", config.get("rope_theta", DEFAULT_THETA))
-    kind = given.get("rope_type", given.get("type", "default"))
+    rope_parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope_parameters, Mapping):
+        raise ValueError(f"rope_scaling must be an object, got {rope_parameters!r:.100}")
+    rest = {
+        key: value for key, value in rope_parameters.items() if key not in ("type", "rope_type", "rope_theta")
+    }
+    theta = rope_parameters.get("rope_theta", config.get("rope_theta", DEFAULT_THETA))
+    kind = rope_parameters.get("rope_type", rope_parameters.get("type", "default"))
     return {"rope_type": kind, "rope_theta": theta, **rest}
 
 

@@ -118,8 +118,8 @@ class PlainHeads:
     @property
     def dtype(self) -> torch.dtype:
         """Type of all tensors; float32 where they differ."""
-        found = {tensor.dtype for tensor in self.tensors.values()}
-        return found.pop() if len(found) == 1 else torch.float32
+        dtypes = {tensor.dtype for tensor in self.tensors.values()}
+        return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
 def read_plain_heads(tensors: Mapping[str, Tensor], names: TensorNames, where: Path) -> PlainHeads:
@@ -199,9 +199,9 @@ def as_medusa_heads(plain: PlainHeads, base: CausalLM, where: Path, config: Mapp
         heads = MedusaHeads(heads_config)
     state: dict[str, Tensor] = {}
     for name, expected in heads.state_dict().items():
-        given = plain.tensors.get(name, plain.shared_rows if name.startswith("unembed.") else None)
+        tensor = plain.tensors.get(name, plain.shared_rows if name.startswith("unembed.") else None)
         # A block of zeros is the identity: so a head of no blocks is one of ours.
-        state[name] = torch.zeros(expected.shape) if given is None else given.to(torch.float32, copy=True)
+        state[name] = torch.zeros(expected.shape) if tensor is None else tensor.to(torch.float32, copy=True)
     if token_map is not None:
         state["token_map"] = token_map
     heads.load_state_dict(state, assign=True)
@@ -312,13 +312,15 @@ def _heads_of_tensors(
 
 def _read_whole_model(request: ReadRequest) -> ForeignHeads:
     """The heads in a Medusa-2 model; they belong to the base beside them."""
-    found = read_model_tensors(request.directory, lambda name: name.startswith(_PREFIX) or name == _LM_HEAD)
-    path, rows = found.pop(_LM_HEAD, (request.directory, None))
+    stored_tensors = read_model_tensors(
+        request.directory, lambda name: name.startswith(_PREFIX) or name == _LM_HEAD
+    )
+    path, rows = stored_tensors.pop(_LM_HEAD, (request.directory, None))
     if rows is not None:
         _check_same_base(request, path, rows)
-    paths = [path for path, _ in found.values()]
+    paths = [path for path, _ in stored_tensors.values()]
     where = paths[0] if len(set(paths)) == 1 else request.directory
-    tensors = {name: tensor for name, (_, tensor) in found.items()}
+    tensors = {name: tensor for name, (_, tensor) in stored_tensors.items()}
     return _heads_of_tensors(request, where, tensors, _WHOLE_MODEL_NAMES)
 
 

@@ -346,7 +346,7 @@ def _measured(report: Mapping[str, Any] | None) -> str:
     title = "## What they reach\n\n"
     if report is None:
         return f"{title}Nothing was measured for this card."
-    made = report["made"]
+    settings = report["made"]
     names = list(report["by_category"]) if len(report["by_category"]) > 1 else []
     entries = [(name, report["by_category"][name]) for name in names] + [("all", report)]
     depths = len(report["acceptance_rate"])
@@ -361,13 +361,13 @@ def _measured(report: Mapping[str, Any] | None) -> str:
         for name, entry in entries
     ]
     headers = ["category", "prompts", "tokens", "tokens per step", *(f"depth {d + 1}" for d in range(depths))]
-    sampling = f"temperature {made['temperature']:g}" if made["temperature"] else "greedy"
+    sampling = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
     return (
         f"{title}Plain decoding writes 1 token per step. Depth d: steps that accepted the guess d tokens "
         f"ahead.\n\n{_table(headers, rows)}\n\n"
-        f"{made['device']}, {made['dtype']}, {sampling}, at most {made['max_new_tokens']} new tokens, a tree "
-        f"of {made['tree_nodes']} nodes, {made['date']}, medusa-heads {made['medusa_version']}. The "
-        f"command:\n\n```sh\n{made['command']}\n```"
+        f"{settings['device']}, {settings['dtype']}, {sampling}, at most {settings['max_new_tokens']} new "
+        f"tokens, a tree of {settings['tree_nodes']} nodes, {settings['date']}, medusa-heads "
+        f"{settings['medusa_version']}. The command:\n\n```sh\n{settings['command']}\n```"
     )
 
 

@@ -171,8 +171,8 @@ def _weights_file(directory: Path) -> Path:
     files = sorted(directory.glob("*.safetensors"))
     if len(files) == 1:
         return files[0]
-    found = ", ".join(file.name for file in files) or "none"
-    raise FileNotFoundError(f"{directory} must hold one safetensors file for vLLM, got {found}")
+    names = ", ".join(file.name for file in files) or "none"
+    raise FileNotFoundError(f"{directory} must hold one safetensors file for vLLM, got {names}")
 
 
 def _check_architecture(config: Mapping[str, Any], path: Path) -> None:

@@ -223,36 +223,41 @@ def setting_report(
     (``is_same_model`` is then false). ``is_exact`` says whether the precision promises identical tokens;
     without, ``identical`` is not claimed.
     """
-    given = by_system(answers)
+    answers_by_system = by_system(answers)
     has_their_text = is_greedy and is_same_model
     compared = sorted(
         name
-        for name in given
+        for name in answers_by_system
         if (is_ours(name) and drafter_and_rule(name)[1] == EXACT) or (name == TRANSFORMERS and has_their_text)
     )
-    plain = tokens_by_prompt(given[PLAIN])
+    plain = tokens_by_prompt(answers_by_system[PLAIN])
     differing = {
         (answer.question, answer.seed, row)
         for name in compared
-        for answer in given[name]
+        for answer in answers_by_system[name]
         for row, tokens in enumerate(answer.tokens)
         if plain.get((answer.question, answer.seed, row), tokens) != tokens
     }
     num_identical = len(plain) - len(differing)
-    checked = [name for name in given if name != PLAIN and (is_greedy or is_ours(name))]
+    heads_or_plain = tokens_by_prompt(answers_by_system.get(HEADS, answers_by_system[PLAIN]))
+    checked = [name for name in answers_by_system if name != PLAIN and (is_greedy or is_ours(name))]
     return {
         **speeds(answers),
         "identical": not differing if is_exact else None,
         "num_identical": num_identical,
         "compared": compared,
-        "same_as_plain": {name: _same_as(plain, tokens_by_prompt(given[name])) for name in checked},
+        "same_as_plain": {
+            name: _same_as(plain, tokens_by_prompt(answers_by_system[name])) for name in checked
+        },
         "num_prompts": len({(question, row) for question, _, row in plain}) // num_seeds,
         "num_answers": len(plain),
-        "num_tokens": sum(map(len, tokens_by_prompt(given[HEADS if HEADS in given else PLAIN]).values())),
+        "num_tokens": sum(map(len, heads_or_plain.values())),
         "acceptance_rate": {
-            name: total_statistics(each).acceptance_rate for name, each in given.items() if is_ours(name)
+            name: total_statistics(each).acceptance_rate
+            for name, each in answers_by_system.items()
+            if is_ours(name)
         },
-        "ratios": _ratio_reports(given),
+        "ratios": _ratio_reports(answers_by_system),
         "by_category": {
             category: speeds([answer for answer in answers if answer.category == category])
             for category in sorted({answer.category for answer in answers if answer.category})
@@ -262,20 +267,27 @@ def setting_report(
 
 def speeds(answers: Sequence[Answer]) -> dict[str, Any]:
     """Speeds over some batches."""
-    given = by_system(answers)
-    per_token = {name: seconds_per_token(each) for name, each in given.items()}
-    ours = {name: each for name, each in given.items() if is_ours(name)}
+    answers_by_system = by_system(answers)
+    per_token = {name: seconds_per_token(each) for name, each in answers_by_system.items()}
+    ours = {name: each for name, each in answers_by_system.items() if is_ours(name)}
     step = {name: step_seconds(each) for name, each in ours.items()}
-    first = {name: median_of(each, lambda answer: answer.first_token_seconds) for name, each in given.items()}
+    first = {
+        name: median_of(each, lambda answer: answer.first_token_seconds)
+        for name, each in answers_by_system.items()
+    }
     tokens_per_step = {name: total_statistics(each).tokens_per_step for name, each in ours.items()}
-    against_plain = {name: speedup(each, given[PLAIN]) for name, each in given.items()}
+    against_plain = {
+        name: speedup(each, answers_by_system[PLAIN]) for name, each in answers_by_system.items()
+    }
     return {
         "tokens_per_step": tokens_per_step.get(HEADS),
         "tokens_per_step_of": tokens_per_step,
         "overhead": _ratio(step.get(HEADS), step.get(PLAIN)),
         "speedup_vs_plain": _ratio(per_token.get(PLAIN), per_token.get(HEADS)),
         "speedup_vs_transformers": _ratio(per_token.get(TRANSFORMERS), per_token.get(HEADS)),
-        "speedup_of_heads_over": {name: _ratio(per_token[name], per_token.get(HEADS)) for name in given},
+        "speedup_of_heads_over": {
+            name: _ratio(per_token[name], per_token.get(HEADS)) for name in answers_by_system
+        },
         "speedup_over_plain": {name: ratio["ratio"] for name, ratio in against_plain.items()},
         "speedup_interval": {name: [ratio["low"], ratio["high"]] for name, ratio in against_plain.items()},
         "milliseconds_per_token": {name: 1000 * seconds for name, seconds in per_token.items()},
@@ -285,11 +297,11 @@ def speeds(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def _same_as(expected: Mapping[Any, Tokens], given: Mapping[Any, Tokens]) -> dict[str, int]:
-    """How many answers are the expected ones, and how many tokens before the first that is not."""
+def _same_as(expected: Mapping[Any, Tokens], actual: Mapping[Any, Tokens]) -> dict[str, int]:
+    """How many ``actual`` answers are the expected ones, and how many tokens before the first that is not."""
     return {
-        "num_answers": sum(given[row] == tokens for row, tokens in expected.items()),
-        "num_tokens": sum(_common_prefix(tokens, given[row]) for row, tokens in expected.items()),
+        "num_answers": sum(actual[row] == tokens for row, tokens in expected.items()),
+        "num_tokens": sum(_common_prefix(tokens, actual[row]) for row, tokens in expected.items()),
         "of_answers": len(expected),
         "of_tokens": sum(map(len, expected.values())),
     }
@@ -320,21 +332,24 @@ def paired_ratio(answers: Sequence[Answer], baseline: Sequence[Answer]) -> dict[
     return {"num_prompts": len(counts), **ratio, "num_answers": len(tokens_by_prompt(answers))}
 
 
-def _ratio_reports(given: Mapping[str, Sequence[Answer]]) -> list[dict[str, Any]]:
+def _ratio_reports(answers_by_system: Mapping[str, Sequence[Answer]]) -> list[dict[str, Any]]:
     """Tokens per step of every rule for sampled drafts over a first one, drafter by drafter.
 
     The baseline is token verification if it takes part, else the rule that was named first.
     """
-    rules: dict[str, list[str]] = {}
-    for drafter, rule in map(drafter_and_rule, filter(is_ours, given)):
+    rules_by_drafter: dict[str, list[str]] = {}
+    for drafter, rule in map(drafter_and_rule, filter(is_ours, answers_by_system)):
         if rule not in (EXACT, TYPICAL):
-            rules.setdefault(drafter, []).append(rule)
+            rules_by_drafter.setdefault(drafter, []).append(rule)
     reports = []
-    for drafter, found in rules.items():
-        against = "token" if "token" in found else found[0]
-        for rule in found:
+    for drafter, rules in rules_by_drafter.items():
+        against = "token" if "token" in rules else rules[0]
+        for rule in rules:
             if rule != against:
-                ratio = paired_ratio(given[pair_name(drafter, rule)], given[pair_name(drafter, against)])
+                ratio = paired_ratio(
+                    answers_by_system[pair_name(drafter, rule)],
+                    answers_by_system[pair_name(drafter, against)],
+                )
                 reports.append({"drafter": drafter, "rule": rule, "against": against, **ratio})
     return reports
 
@@ -381,15 +396,17 @@ def bounds(
     counts: RankCounts | None,
 ) -> dict[str, Any]:
     """``num_nodes`` and ``f_hw`` of plain decoding and the heads, and ``f_tree``; None where not known."""
-    given = by_system(answers)
+    answers_by_system = by_system(answers)
     tree = model.tree_for(setting.batch_size)
-    nodes = {name: tree.num_nodes if name == HEADS else 1 for name in (PLAIN, HEADS) if name in given}
+    nodes = {
+        name: tree.num_nodes if name == HEADS else 1 for name in (PLAIN, HEADS) if name in answers_by_system
+    }
     shares: dict[str, float | None] = dict.fromkeys(nodes)
     for name, num_nodes in nodes.items():
-        seconds = step_seconds(given[name])
+        seconds = step_seconds(answers_by_system[name])
         if seconds is not None:
-            counted = total_statistics(given[name])
-            shares[name] = f_hw(model, rates, num_nodes, counted, setting.num_prompt_tokens, seconds)
+            statistics = total_statistics(answers_by_system[name])
+            shares[name] = f_hw(model, rates, num_nodes, statistics, setting.num_prompt_tokens, seconds)
     known = counts is not None and HEADS in nodes
     f_tree = report["tokens_per_step"] / best_expected_tokens(counts, nodes[HEADS]) if known else None  # type: ignore[arg-type]
     return {"num_nodes": nodes, "f_hw": shares, "f_tree": f_tree}

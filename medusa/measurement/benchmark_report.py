@@ -31,14 +31,16 @@ def add_texts(
     report: Report, tokenizer: Any, prompts: Sequence[Prompt], setting: Setting, answers: Sequence[Answer]
 ) -> None:
     """Each prompt with plain decoding's text; of all the price, and the text where it is another."""
-    given = by_system(answers)
-    texts = {name: conversations(setting, each) for name, each in given.items()}
+    answers_by_system = by_system(answers)
+    texts = {name: conversations(setting, each) for name, each in answers_by_system.items()}
     for number, (_, expected) in texts[PLAIN].items():
         report.add_line(f"─── {prompts[number].messages[-1]['content']}", "bold")
         report.add_line(tokenizer.decode(expected, skip_special_tokens=True) + "\n", soft_wrap=True)
         for name, answered in texts.items():
             tokens = answered[number][1]
-            first = next(each for each in given[name] if number in setting.prompt_numbers(each.question))
+            first = next(
+                each for each in answers_by_system[name] if number in setting.prompt_numbers(each.question)
+            )
             price = f"{name}: {sum(map(len, first.tokens))} tokens in {first.seconds:.1f} s"
             if first.statistics is not None:
                 price += f", {first.statistics.tokens_per_step:.2f} per step"

@@ -115,11 +115,12 @@ def heads_cost(model: MedusaModel) -> tuple[float, float]:
     num_bytes, num_weights = (runs * each for each in _read_whole(heads, leave_out=scorer))
     if heads.scores_base_rows:  # read once, by all heads
         if isinstance(scorer, GatheredRows):
-            read = float(scorer.rows.nbytes), scorer.rows.numel()
+            row_bytes = float(scorer.rows.nbytes)
+            row_weights = scorer.rows.numel()
         else:
-            read = _read_whole(lm_head(model.engine_base) if scorer is None else scorer)
-        num_bytes = num_bytes + read[0]
-        num_weights = num_weights + read[1] * heads.num_heads
+            row_bytes, row_weights = _read_whole(lm_head(model.engine_base) if scorer is None else scorer)
+        num_bytes = num_bytes + row_bytes
+        num_weights = num_weights + row_weights * heads.num_heads
     return float(num_bytes), 2.0 * num_weights
 
 

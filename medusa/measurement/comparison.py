@@ -88,10 +88,10 @@ def ranked(
     The base reads the rows once, ``rows_per_pass`` together.
     """
     batches = [rows[start : start + rows_per_pass] for start in range(0, len(rows), rows_per_pass)]
-    found = [
+    counts_by_batch = [
         calibrate_each(model.base, sets, batch, max_rank=max_rank) for batch in track(batches, "ranking")
     ]
-    return [reduce(add, each) for each in zip(*found, strict=True)]
+    return [reduce(add, each) for each in zip(*counts_by_batch, strict=True)]
 
 
 def measured_steps(
@@ -262,17 +262,23 @@ def _plot_tokens_per_step(ax: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     sizes = list(rows[0]["tokens_per_step"])
     highest = 1.0
     for i, size in enumerate(reversed(sizes)):
-        found = [row["tokens_per_step"][size] for row in rows]
+        estimates = [row["tokens_per_step"][size] for row in rows]
         color = shade(i + 1)
-        ax.plot([each["value"] for each in found], range(len(rows)), "o", color=color, label=f"{size} nodes")
-        for place, each in enumerate(found):
-            low = each["low"] or each["value"]
-            high = each["high"] or each["value"]
+        ax.plot(
+            [estimate["value"] for estimate in estimates],
+            range(len(rows)),
+            "o",
+            color=color,
+            label=f"{size} nodes",
+        )
+        for place, estimate in enumerate(estimates):
+            low = estimate["low"] or estimate["value"]
+            high = estimate["high"] or estimate["value"]
             ax.plot([low, high], [place, place], color=color, linewidth=1.2)
             highest = max(highest, high)
             if i == 0:
                 ax.annotate(
-                    f"{each['value']:.2f}", (high, place), (5, 0), **beside(INK, ha="left", va="center")
+                    f"{estimate['value']:.2f}", (high, place), (5, 0), **beside(INK, ha="left", va="center")
                 )
     ax.set_xlim(1, 1 + (highest - 1) * 1.15 + 0.02)
     ax.set_title("Tokens per step")

@@ -58,12 +58,12 @@ def evaluation_report(
     first.
     """
     counts = reduce(add, (item.counts for item in evaluated))
-    here = summary([item.statistics for item in evaluated])
+    first_summary = summary([item.statistics for item in evaluated])
     also_at = [{"temperature": temperature, **summary(each)} for temperature, each in others.items()]
     for entry in also_at:
-        entry["share"] = entry["tokens_per_step"] / here["tokens_per_step"]
+        entry["share"] = entry["tokens_per_step"] / first_summary["tokens_per_step"]
     return {
-        **here,
+        **first_summary,
         **({"also_at": also_at} if also_at else {}),
         "head_accuracy": {f"top{k}": known_rates(counts, k) for k in TOP_KS},
         "by_category": {
@@ -244,10 +244,10 @@ def reader_of(model: CausalLM, tokens_per_pass: int | None = None) -> Reader:
 def distances(reference: Tensor, other: Tensor) -> Tensor:
     """(T, 3) of logits (T, V): KL(reference || other) in nats, whether both find one token likeliest, and by
     how many nats the reference's likeliest leads."""
-    expected, found = (logits.double().log_softmax(dim=-1) for logits in (reference, other))
-    divergence = torch.nn.functional.kl_div(found, expected, reduction="none", log_target=True).sum(dim=-1)
-    best = expected.topk(2, dim=-1)
-    same = best.indices[:, 0] == found.argmax(dim=-1)
+    log_p, log_q = (logits.double().log_softmax(dim=-1) for logits in (reference, other))
+    divergence = torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(dim=-1)
+    best = log_p.topk(2, dim=-1)
+    same = best.indices[:, 0] == log_q.argmax(dim=-1)
     return torch.stack([divergence, same, best.values[:, 0] - best.values[:, 1]], dim=-1)
 
 
@@ -255,16 +255,16 @@ def compared(
     reference: Reader, others: Mapping[str, Reader], rows: Iterable[AnsweredTokens]
 ) -> dict[str, list[Tensor]]:
     """[name] = :func:`distances` at the answered tokens of each row, (T, 3)."""
-    found: dict[str, list[Tensor]] = {name: [] for name in others}
+    distances_by_name: dict[str, list[Tensor]] = {name: [] for name in others}
     for row in rows:
-        read = row.token_ids[:-1]  # after the last one there is no answered token
+        input_ids = row.token_ids[:-1]  # after the last one there is no answered token
         is_wanted = torch.tensor(row.is_label[1:])
-        expected = torch.cat(list(reference(read)))[is_wanted]
+        expected = torch.cat(list(reference(input_ids)))[is_wanted]
         for name, reader in others.items():
-            given = torch.cat(list(reader(read)))[is_wanted]
-            parts = zip(expected.split(MOST_LOGITS), given.split(MOST_LOGITS), strict=True)
-            found[name].append(torch.cat([distances(*pair) for pair in parts]))
-    return found
+            logits = torch.cat(list(reader(input_ids)))[is_wanted]
+            parts = zip(expected.split(MOST_LOGITS), logits.split(MOST_LOGITS), strict=True)
+            distances_by_name[name].append(torch.cat([distances(*pair) for pair in parts]))
+    return distances_by_name
 
 
 def fidelity(rows: Sequence[Tensor]) -> dict[str, Any]:

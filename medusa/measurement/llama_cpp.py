@@ -98,8 +98,8 @@ class LlamaCpp:
         for start in range(0, len(tokens), step):
             part = tokens[start : start + step]
             self._decode(part, with_all_logits=True)
-            found = self._llama.llama_get_logits(self._context)
-            yield torch.from_numpy(np.ctypeslib.as_array(found, (len(part), self.vocab_size)).copy())
+            logits = self._llama.llama_get_logits(self._context)
+            yield torch.from_numpy(np.ctypeslib.as_array(logits, (len(part), self.vocab_size)).copy())
 
     def _forget(self, num_tokens: int) -> None:
         """An empty context of at least ``num_tokens`` slots."""

@@ -253,18 +253,18 @@ def _theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> System 
     elif name == LOOKUP:
         options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
     elif name == ASSISTED:
-        given = settings.draft_model
-        if given is None:
+        draft_model = settings.draft_model
+        if draft_model is None:
             return "it needs a smaller model; give --draft-model"
-        if not isinstance(given, PreTrainedModel):
-            loaded: Any = load_base(str(given), dtype=base.dtype)
-            given = loaded.to(base.device)
-        options["assistant_model"] = given
+        if not isinstance(draft_model, PreTrainedModel):
+            loaded: Any = load_base(str(draft_model), dtype=base.dtype)
+            draft_model = loaded.to(base.device)
+        options["assistant_model"] = draft_model
     return System(name, lambda **call: base.generate(**call, **options), is_compiled=name == STATIC)
 
 
-def llama_cpp_files(model: MedusaModel, given: Sequence[Path] | None) -> dict[str, Path]:
-    """System -> its GGUF file: the given files, else the base itself or the files in its directory.
+def llama_cpp_files(model: MedusaModel, paths: Sequence[Path] | None) -> dict[str, Path]:
+    """System -> its GGUF file: those of ``paths``, else the base itself or the files in its directory.
 
     A system is named after the end of its file's name: ``llama.cpp-q8_0`` is MODEL-q8_0.gguf.
 
@@ -273,9 +273,8 @@ def llama_cpp_files(model: MedusaModel, given: Sequence[Path] | None) -> dict[st
     """
     base = Path(model.base.name_or_path)
     own = [base] if begins_as_gguf(base) else sorted(base.glob("*.gguf"))
-    found = own if given is None else given
     files: dict[str, Path] = {}
-    for path in found:
+    for path in own if paths is None else paths:
         name = f"{LLAMA_CPP}-{re.split('[.-]', path.stem)[-1].lower()}"
         if name in files:
             raise ValueError(
@@ -322,19 +321,19 @@ def make_systems(
     names = _expanded(names, model, drafters, files)
     for name in filter(_is_drafter, names):
         drafters.make(name)  # refused, if at all, before anything is measured
-    found: list[tuple[str, System | str]] = []
+    entries: list[tuple[str, System | str]] = []
     for name in names:
         if name in THEIRS:
-            found.append((name, _theirs(name, model, settings)))
+            entries.append((name, _theirs(name, model, settings)))
         elif _is_llama_cpp(name):
-            found.append((name, _by_llama_cpp(name, model, files)))
+            entries.append((name, _by_llama_cpp(name, model, files)))
         elif "=" in name:
             other = other_heads(name, model)
-            found.append((other.name, other))
+            entries.append((other.name, other))
         else:
             for rule in (EXACT,) if name == PLAIN else dict.fromkeys(rules):
-                found.append((pair_name(name, rule), _ours(name, rule, model, drafters, is_greedy)))
-    if len(dict(found)) < len(found):
-        raise ValueError(f"systems must have names of their own, got {[name for name, _ in found]}")
-    systems = {name: each for name, each in found if isinstance(each, System)}
-    return systems, {name: reason for name, reason in found if isinstance(reason, str)}
+                entries.append((pair_name(name, rule), _ours(name, rule, model, drafters, is_greedy)))
+    if len(dict(entries)) < len(entries):
+        raise ValueError(f"systems must have names of their own, got {[name for name, _ in entries]}")
+    systems = {name: each for name, each in entries if isinstance(each, System)}
+    return systems, {name: reason for name, reason in entries if isinstance(reason, str)}

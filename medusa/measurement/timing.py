@@ -53,8 +53,8 @@ def take_turns(
     with ProgressReporter(label or "", is_shown=label is not None) as progress:
         for number, (repeat, question) in enumerate(rounds):
             shift = (repeat + question) % len(names)
-            found = [run(name, question, repeat) for name in (*names[shift:], *names[:shift])]
-            results += found if number >= num_warm_ups else []
+            round_results = [run(name, question, repeat) for name in (*names[shift:], *names[:shift])]
+            results += round_results if number >= num_warm_ups else []
             time_used = 0.0 if seconds is None else (time.monotonic() - began) / max(seconds, 1e-9)
             done = (number + 1) / len(rounds)
             progress.show(min(1.0, max(done, time_used)), f"{number + 1} of {len(rounds)} rounds")
@@ -107,10 +107,10 @@ def new_tokens(
 
 def by_system(answers: Iterable[Answer]) -> dict[str, list[Answer]]:
     """The answers of each system, in the order of their first answers."""
-    found: dict[str, list[Answer]] = {}
+    answers_by_system: dict[str, list[Answer]] = {}
     for answer in answers:
-        found.setdefault(answer.system, []).append(answer)
-    return found
+        answers_by_system.setdefault(answer.system, []).append(answer)
+    return answers_by_system
 
 
 def tokens_by_prompt(answers: Iterable[Answer]) -> dict[tuple[int, int, int], Tokens]:
@@ -135,18 +135,18 @@ def _medians_by_question(
     answers: Iterable[Answer], value: Callable[[Answer], float | None]
 ) -> dict[int, float]:
     """[question] = the median of ``value`` over one system's answers to it, without None."""
-    found: dict[int, list[float]] = {}
+    values_by_question: dict[int, list[float]] = {}
     for answer in answers:
         measured = value(answer)
         if measured is not None:
-            found.setdefault(answer.question, []).append(measured)
-    return {question: median(values) for question, values in found.items()}
+            values_by_question.setdefault(answer.question, []).append(measured)
+    return {question: median(values) for question, values in values_by_question.items()}
 
 
 def median_of(answers: Iterable[Answer], value: Callable[[Answer], float | None]) -> float | None:
     """Median over questions of :func:`_medians_by_question`; None where nothing was measured."""
-    found = _medians_by_question(answers, value)
-    return median(found.values()) if found else None
+    medians = _medians_by_question(answers, value)
+    return median(medians.values()) if medians else None
 
 
 def seconds_per_token(answers: Iterable[Answer]) -> float:

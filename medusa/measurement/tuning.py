@@ -96,14 +96,17 @@ def measure_step_seconds(
         return size, _step_seconds(model, trees[size], inputs[1 + question], num_steps)
 
     taken = take_turns(kept, len(inputs) - 1, timed, label=label)
-    found = {size: [each for of, each in taken if of == size and each is not None] for size in kept}
-    for size, measured in found.items():
+    seconds_by_size = {
+        size: [seconds for timed_size, seconds in taken if timed_size == size and seconds is not None]
+        for size in kept
+    }
+    for size, measured in seconds_by_size.items():
         if not measured:
             raise ValueError(
                 f"no answer lasted two steps with the tree of {counted(size, 'node')}; give prompts with "
                 "longer answers"
             )
-    return {size: statistics.median(measured) for size, measured in found.items()}
+    return {size: statistics.median(measured) for size, measured in seconds_by_size.items()}
 
 
 def fastest(table: Sequence[TreeSize]) -> TreeSize:
@@ -151,18 +154,20 @@ def _step_seconds(
     """
     most_steps = 1 + num_steps + 2 * DEFAULT_HOST_SYNC_INTERVAL  # so that no burst is cut short by the budget
     budget = 1 + most_steps * (tree.depth + 1)
-    counted = DecodingStatistics()
-    steps = model.stream(**batch, tree=tree, max_new_tokens=budget, do_sample=False, statistics=counted)
+    decoding_statistics = DecodingStatistics()
+    steps = model.stream(
+        **batch, tree=tree, max_new_tokens=budget, do_sample=False, statistics=decoding_statistics
+    )
     next(steps)
     began, num_before, num_seen, seconds = 0.0, 0, 0, None
     for step in steps:
         if not all(step.tokens):
             break
-        if counted.num_passes == num_seen:
+        if decoding_statistics.num_passes == num_seen:
             continue  # came together with the step before
-        num_seen = counted.num_passes
+        num_seen = decoding_statistics.num_passes
         wait_for(model.device)
-        now = time.perf_counter() - counted.setup_seconds
+        now = time.perf_counter() - decoding_statistics.setup_seconds
         if not num_before:
             began = now
             num_before = num_seen

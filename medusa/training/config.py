@@ -456,10 +456,10 @@ def launched_precision() -> str:
     Raises:
         ValueError: training has no such precision.
     """
-    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if asked not in _LAUNCHED_PRECISIONS:
+    mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if mixed_precision not in _LAUNCHED_PRECISIONS:
         raise ValueError(
             f"accelerate launch --mixed_precision must be {' or '.join(_LAUNCHED_PRECISIONS)} here, got "
-            f"{asked!r}; launch with --mixed_precision bf16 or no"
+            f"{mixed_precision!r}; launch with --mixed_precision bf16 or no"
         )
-    return _LAUNCHED_PRECISIONS[asked]
+    return _LAUNCHED_PRECISIONS[mixed_precision]

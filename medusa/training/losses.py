@@ -455,11 +455,11 @@ class FusedLoss:
             return
         parameters: list[Tensor] = [each for each in self.parameters_of(index) if each in gradients]
         inputs = [*parameters, block_states] if block_states.requires_grad else parameters
-        found = torch.autograd.grad(logits, inputs, gradient)
-        for each, part in zip(parameters, found, strict=False):  # the states' may follow
-            gradients[each] += part
+        block_gradients = torch.autograd.grad(logits, inputs, gradient)
+        for parameter, part in zip(parameters, block_gradients, strict=False):  # the states' may follow
+            gradients[parameter] += part
         if block_states.requires_grad:
-            gradients[states].index_add_(0, sources, found[-1].to(states.dtype))
+            gradients[states].index_add_(0, sources, block_gradients[-1].to(states.dtype))
 
     def _scored(self, index: int, logits: Tensor, targets: TargetBlock) -> Tensor:
         """Add a block of logits (C, V') to the sums; returns the loss's gradient (C, V') with respect to it.

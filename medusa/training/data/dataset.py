@@ -139,7 +139,9 @@ def name_of(options: DataOptions, tokenizer: Any) -> str:
     Raises:
         FileNotFoundError, ValueError: a source cannot be opened.
     """
-    cut = {key: value for key, value in dataclasses.asdict(options).items() if key not in ONLY_IN_TRAINING}
+    document_options = {
+        key: value for key, value in dataclasses.asdict(options).items() if key not in ONLY_IN_TRAINING
+    }
     sources: list[Any] = []
     for source in expanded(options.data, options.data_split):
         path = Path(source)
@@ -147,14 +149,14 @@ def name_of(options: DataOptions, tokenizer: Any) -> str:
         where = str(path.resolve()) if state else source
         sources.append([where, *([state.st_size, state.st_mtime_ns] if state else [])])
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    told = {
-        **cut,
+    identity = {
+        **document_options,
         "sources": sources,
         "tokenizer": backend.to_str() if backend is not None else repr(tokenizer),
         "template": [str(tokenizer.chat_template), str(tokenizer.special_tokens_map)],
         "medusa": medusa.__version__,
     }
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -177,10 +179,10 @@ def write_documents(directory: Path, documents: Iterable[Document]) -> None:
     directory.mkdir()
     starts = [0]
     with (directory / TOKENS).open("wb") as tokens, (directory / LABELS).open("wb") as is_label:
-        for each in documents:
-            tokens.write(np.ascontiguousarray(each.tokens, dtype=np.int32).data)
-            is_label.write(np.ascontiguousarray(each.is_label, dtype=bool).data)
-            starts.append(starts[-1] + len(each.tokens))
+        for document in documents:
+            tokens.write(np.ascontiguousarray(document.tokens, dtype=np.int32).data)
+            is_label.write(np.ascontiguousarray(document.is_label, dtype=bool).data)
+            starts.append(starts[-1] + len(document.tokens))
     np.save(directory / STARTS, np.array(starts, dtype=np.int64))
 
 
@@ -224,11 +226,11 @@ def damage_of_dataset(directory: Path) -> str | None:
         recorded = read_json(directory / CHECKSUMS)
     except (FileNotFoundError, ValueError):
         return f"{directory / CHECKSUMS} is missing or damaged"
-    found = _checksums(directory)
+    checksums = _checksums(directory)
     for name in _FILES:
-        if name not in found:
+        if name not in checksums:
             return f"{directory / name} is missing"
-        if recorded.get(name) != found[name]:
+        if recorded.get(name) != checksums[name]:
             return f"{directory / name} has other bytes than were written"
     return None
 
@@ -245,5 +247,5 @@ def read_dataset(directory: Path) -> Dataset:
             "directory that all machines of the launch see"
         )
     training, held_out = (read_documents(directory / name) for name in _PARTS)
-    told = read_json(directory / "template.json")["told"]
-    return Dataset(training, held_out, read_json(directory / "counts.json"), told)
+    template_options = read_json(directory / "template.json")["told"]
+    return Dataset(training, held_out, read_json(directory / "counts.json"), template_options)

@@ -121,8 +121,11 @@ class Renderer:
             written.append((len(prompt), len(text)))
         if written:
             documents.append(RenderedText(text, tuple(written)))
-            given = example.template_options.items()
-            template_kwargs = {key: value for key, value in given if key not in ("tools", "documents")}
+            template_kwargs = {
+                key: value
+                for key, value in example.template_options.items()
+                if key not in ("tools", "documents")
+            }
             if template_kwargs not in self.template_options and len(self.template_options) < _MOST_REMEMBERED:
                 self.template_options.append(template_kwargs)
         return documents
@@ -319,11 +322,11 @@ def _is_left_out(message: Message) -> bool:
 
 def _answer_indices(messages: Sequence[Message]) -> Iterator[int]:
     """Assistant messages that answer something."""
-    asked = False
+    has_question = False
     for index, message in enumerate(messages):
-        if message["role"] == "assistant" and asked:
+        if message["role"] == "assistant" and has_question:
             yield index
-        asked |= message["role"] not in ("assistant", "system")
+        has_question |= message["role"] not in ("assistant", "system")
 
 
 _LOOP_NGRAM = 8
@@ -533,12 +536,12 @@ def held_out_answers(provenances: Mapping[str, Mapping[str, Any]], tokenizer: An
                 "--prompts that neither was trained on"
             )
     data = load_data(options, tokenizer)
-    found = data.counts["held-out labels"]
+    num_labels = data.counts["held-out labels"]
     recorded = provenance.get("data", {}).get("held-out labels")
-    if found != recorded:
+    if num_labels != recorded:
         raise ValueError(
-            f"the run of {first!r} held out {recorded} answer tokens, {options.data} now gives {found}: the "
-            "data have changed since; give --prompts instead of --held-out"
+            f"the run of {first!r} held out {recorded} answer tokens, {options.data} now gives {num_labels}: "
+            "the data have changed since; give --prompts instead of --held-out"
         )
     return data.held_out.answers()
 

@@ -51,10 +51,10 @@ class TreeMessage:
 
     def with_replies(self) -> list[TreeMessage]:
         """This and all that follows, each before its replies."""
-        found = [self]
-        for each in found:  # which grows
-            found += each.replies
-        return found
+        messages = [self]
+        for message in messages:  # which grows
+            messages += message.replies
+        return messages
 
 
 def is_message_of_tree(row: Any) -> bool:
@@ -72,14 +72,14 @@ def is_tree(row: Any) -> bool:
     return isinstance(row, dict) and isinstance(row.get("prompt"), dict) and "text" in row["prompt"]
 
 
-def tree_in(told: Mapping[str, Any], origin: str) -> TreeMessage:
-    """The first message of the tree in ``told``, whose messages hold their ``replies``.
+def tree_in(prompt: Mapping[str, Any], origin: str) -> TreeMessage:
+    """The first message of the tree whose first row is ``prompt``; the rows hold their ``replies``.
 
     Raises:
         ValueError: a message of it cannot be read.
     """
-    first = TreeMessage.read(told, origin)
-    waiting: list[tuple[TreeMessage, Mapping[str, Any]]] = [(first, told)]
+    first = TreeMessage.read(prompt, origin)
+    waiting: list[tuple[TreeMessage, Mapping[str, Any]]] = [(first, prompt)]
     for message, row in waiting:  # which grows
         replies = row.get("replies") or []
         if not isinstance(replies, list):
@@ -96,25 +96,25 @@ def joined_trees(messages: Sequence[TreeMessage]) -> list[TreeMessage]:
         ValueError: two of them have one id, or one has a parent that is not there.
     """
     by_identity: dict[Any, TreeMessage] = {}
-    for each in messages:
-        other = by_identity.setdefault(each.identity, each)
-        if other is not each:
+    for message in messages:
+        other = by_identity.setdefault(message.identity, message)
+        if other is not message:
             raise ValueError(
-                f"{each.origin}: message_id must differ between messages, got {each.identity!r:.80} in "
+                f"{message.origin}: message_id must differ between messages, got {message.identity!r:.80} in "
                 f"{other.origin} too; leave one of them out"
             )
-    for each in messages:
-        if each.parent is None:
+    for message in messages:
+        if message.parent is None:
             continue
-        if each.parent not in by_identity:
+        if message.parent not in by_identity:
             raise ValueError(
-                f"{each.origin}: parent_id must be the message_id of a row of the same file or data set, got "
-                f"{each.parent!r:.80}; put whole trees into one file, or leave this one out"
+                f"{message.origin}: parent_id must be the message_id of a row of the same file or data set, "
+                f"got {message.parent!r:.80}; put whole trees into one file, or leave this one out"
             )
-        by_identity[each.parent].replies.append(each)
-    firsts = [each for each in messages if each.parent is None]
-    reached = {id(each) for first in firsts for each in first.with_replies()}
-    lost = next((each for each in messages if id(each) not in reached), None)
+        by_identity[message.parent].replies.append(message)
+    firsts = [message for message in messages if message.parent is None]
+    reached = {id(message) for first in firsts for message in first.with_replies()}
+    lost = next((message for message in messages if id(message) not in reached), None)
     if lost:
         raise ValueError(
             f"{lost.origin}: parent_id must lead to a first message, which has none, and leads in a circle; "
@@ -130,15 +130,15 @@ def conversations_of(first: TreeMessage) -> Iterator[tuple[Message, ...]]:
         ValueError: a message cannot be read.
     """
     messages = first.with_replies()
-    before = {reply: each for each in messages for reply in each.replies}
+    before = {reply: message for message in messages for reply in message.replies}
     goes_on = set[TreeMessage]()  # to another answer
-    for each in reversed(messages):
-        if (each.is_answer or each in goes_on) and each in before:
-            goes_on.add(before[each])
-    for each in messages:
-        if each.is_answer and each not in goes_on:
-            way = [each]
+    for message in reversed(messages):
+        if (message.is_answer or message in goes_on) and message in before:
+            goes_on.add(before[message])
+    for message in messages:
+        if message.is_answer and message not in goes_on:
+            way = [message]
             while way[-1] in before:
                 way.append(before[way[-1]])
-            turns = [{"role": message.role, "content": message.text} for message in reversed(way)]
+            turns = [{"role": each.role, "content": each.text} for each in reversed(way)]
             yield tuple(read_messages(turns, first.origin))

@@ -88,9 +88,9 @@ def read_examples(sources: Sequence[str], split: str = "train") -> Iterator[Exam
             if is_message_of_tree(row):
                 of_trees.append(TreeMessage.read(row, origin))
             elif is_tree(row):
-                given = template_options(row, origin)
+                options = template_options(row, origin)
                 for messages in conversations_of(tree_in(row["prompt"], origin)):
-                    yield Example(origin, messages, template_options=given)
+                    yield Example(origin, messages, template_options=options)
             else:
                 yield parse_row(row, origin)
         for first in joined_trees(of_trees):
@@ -120,10 +120,10 @@ def _files_of(source: str, split: str) -> list[str]:
         named = sorted(each for each in paths if each.endswith(FILE_TYPES) and Path(each).is_file())
         named = [each for each in named if not _is_of_datasets(Path(each))]
         # a pattern follows links, and one to a folder above names every file again and again
-        found = sorted({os.path.realpath(each): each for each in reversed(named)}.values())
-        if not found:
+        files = sorted({os.path.realpath(each): each for each in reversed(named)}.values())
+        if not files:
             raise FileNotFoundError(f"data {source!r} names no file that ends in one of {types}")
-        return found if is_pattern else _of_split(found, path, split)
+        return files if is_pattern else _of_split(files, path, split)
     if source.endswith(FILE_TYPES) or path.is_absolute() or source.count("/") > 1:
         raise FileNotFoundError(
             f"data file {source!r} does not exist; data takes {types} files, patterns and directories of "
@@ -159,19 +159,21 @@ def _of_split(files: Sequence[str], directory: Path, split: str) -> list[str]:
     Raises:
         ValueError: they tell of several, and not for all files.
     """
-    told = {each: _split_of(os.path.relpath(each, directory)) for each in files}
-    splits = {each for each in told.values() if each is not None}
+    split_of_file = {each: _split_of(os.path.relpath(each, directory)) for each in files}
+    splits = {each for each in split_of_file.values() if each is not None}
     if len(splits) < 2:
         return [*files]
     wanted = _split_of(split)
-    unclear = [each for each, its in told.items() if its is None]
+    unclear = [each for each, its in split_of_file.items() if its is None]
     if unclear or wanted not in splits:
-        what = f"{unclear[0]!r} of none that its name tells" if unclear else f"none of data_split={split!r}"
+        problem = (
+            f"{unclear[0]!r} of none that its name tells" if unclear else f"none of data_split={split!r}"
+        )
         raise ValueError(
             f"data {str(directory)!r} must hold files of one split, or say by their names which is which: it "
-            f"holds files of {', '.join(sorted(splits))}, and {what}; name the files to train on"
+            f"holds files of {', '.join(sorted(splits))}, and {problem}; name the files to train on"
         )
-    return [each for each, its in told.items() if its == wanted]
+    return [each for each, its in split_of_file.items() if its == wanted]
 
 
 def parse_row(row: Any, origin: str) -> Example:
@@ -184,14 +186,14 @@ def parse_row(row: Any, origin: str) -> Example:
         raise ValueError(f"{origin} must be an object with {_SHAPES}, got {type(row).__name__}")
     check_keepable(row, origin)
     was_cut = row.get("finish_reason") == "length"
-    given = template_options(row, origin)
+    options = template_options(row, origin)
     named = next((key for key in _CONVERSATIONS if row.get(key) is not None), None)
     if named is not None:
         refuse_beside_messages(row, origin)
         messages = opened(row, _messages(row[named], named, origin), origin)
-        return Example(origin, messages, answer_was_cut=was_cut, template_options=given)
+        return Example(origin, messages, answer_was_cut=was_cut, template_options=options)
     if row.get("instruction") is not None and row.get("output") is not None:
-        return Example(origin, _alpaca(row, origin), answer_was_cut=was_cut, template_options=given)
+        return Example(origin, _alpaca(row, origin), answer_was_cut=was_cut, template_options=options)
     if row.get("text") is not None:
         refuse_beside_text(row, origin)
         return Example(origin, text=checked_text(row["text"], "text", origin))

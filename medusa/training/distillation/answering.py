@@ -150,8 +150,8 @@ class ChatEndpoint:
                 continue
             if response.status_code in _RETRIED_STATUS:
                 problem = f"HTTP {response.status_code}: {response.text[:300]}"
-                asked = response.headers.get("retry-after", "")  # in seconds
-                wait = float(asked) if re.fullmatch("[0-9]{1,9}", asked) else wait
+                retry_after = response.headers.get("retry-after", "")  # in seconds
+                wait = float(retry_after) if re.fullmatch("[0-9]{1,9}", retry_after) else wait
                 continue
             if response.status_code in _REFUSED_CLIENT:
                 raise PermissionError(
@@ -181,8 +181,8 @@ def _reply(response: httpx.Response) -> Reply | None:
     try:
         body: dict[str, Any] = response.json()
         choice = body["choices"][0]
-        given = choice["message"]
-        fields = {key: given.get(key) for key in ("content", *ANSWER_KEYS)}
+        answer = choice["message"]
+        fields = {key: answer.get(key) for key in ("content", *ANSWER_KEYS)}
         (message,) = read_messages([{"role": "assistant", **fields}], "the answer")
         for call in message.get("tool_calls", ()):
             call.pop("id", None)  # specific to this answer
@@ -336,8 +336,9 @@ class LocalAnswerer:
 
     def _row(self, conversation: Conversation) -> Row:
         if conversation.messages:
-            told = conversation.template_options
-            encoded = encode_messages(self.tokenizer, conversation.messages, template_options=told)
+            encoded = encode_messages(
+                self.tokenizer, conversation.messages, template_options=conversation.template_options
+            )
             prompt = encoded["input_ids"][0].tolist()
             stops = self.stop_ids
             temperature = conversation.temperature

@@ -290,8 +290,8 @@ def _check_configuration(path: Path, configuration: Mapping[str, Any]) -> None:
             f"output {str(path)!r} holds rows, but {record} is missing, so they may come from another "
             "configuration; choose another output"
         )
-    asked = json.loads(json.dumps(_what_matters(configuration)))
-    different = differences(_what_matters(read_json(record)), asked)
+    current = json.loads(json.dumps(_what_matters(configuration)))
+    different = differences(_what_matters(read_json(record)), current)
     if different:
         raise ValueError(
             f"output {str(path)!r} was made with another configuration: {'; '.join(different)}; use the same "

@@ -101,8 +101,8 @@ class JointRecipe(Recipe):
         if is_joint and state.adapter_steps == 0:
             # The adapter's moments start here: the zeros of the first stage say nothing. They are kept under
             # what the optimiser steps: under ZeRO-2 a part of the adapter, in one piece.
-            for each in of_adapter["params"]:
-                optimiser.state.pop(each, None)
+            for parameter in of_adapter["params"]:
+                optimiser.state.pop(parameter, None)
             note = f"step {state.step}: from here on the adapter is trained with the heads"
         warmup_steps = self.configuration.optimisation.warmup_steps
         rise = min(1.0, (state.adapter_steps + 1) / max(1, warmup_steps))
@@ -380,13 +380,13 @@ class TrainedAdapter:
             for name, each in self.base.named_modules()
             if isinstance(each, nn.Dropout) and ".lora_dropout." in name
         ]
-        for each in dropouts:
-            each.train()
+        for dropout in dropouts:
+            dropout.train()
         try:
             yield
         finally:
-            for each in dropouts:
-                each.eval()
+            for dropout in dropouts:
+                dropout.eval()
 
     def taken_out(self) -> Adapter:
         """A copy of the current adapter, on the CPU, in the form that is saved."""

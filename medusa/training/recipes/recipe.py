@@ -214,18 +214,18 @@ def start_from(heads: Heads, source: str) -> None:
     Raises:
         ValueError: those heads are of another configuration, or belong to an adapted base.
     """
-    given = load_heads(source)
-    if given.adapter is not None:
+    checkpoint = load_heads(source)
+    if checkpoint.adapter is not None:
         raise ValueError(
             f"start_from: the heads in {source!r} were trained together with an adapter and belong to the "
             "base that carries it; start from heads of the base itself"
         )
     ours = asdict(heads.config)
-    theirs = asdict(given.heads.config)
+    theirs = asdict(checkpoint.heads.config)
     if ours["token_map_size"] and theirs["token_map_size"]:  # the tokens of a map are rows of the base
         ours["token_map_size"] = theirs["token_map_size"]
-    if isinstance(heads, MedusaHeads) and isinstance(given.heads, MedusaHeads):
-        if not given.heads.aux_layers:
+    if isinstance(heads, MedusaHeads) and isinstance(checkpoint.heads, MedusaHeads):
+        if not checkpoint.heads.aux_layers:
             ours["fused_layers"] = ()
         ours["num_layers"] = min(ours["num_layers"], theirs["num_layers"])
     differing = differences(theirs, ours)
@@ -233,7 +233,7 @@ def start_from(heads: Heads, source: str) -> None:
         raise ValueError(
             f"start_from: the heads in {source!r} are others than asked for: {'; '.join(differing)}"
         )
-    heads.copy_weights(given.heads)
+    heads.copy_weights(checkpoint.heads)
 
 
 # ------------------------------------------------------------------ on a frozen base
@@ -271,13 +271,15 @@ def new_heads(
         heads.initialise_from(lm_head(states.base))
     if heads.aux_layers and not heads.fusion.weight.any():
         documents = trained_on(training, configuration.data)
-        found = []
+        sampled_states = []
         for index in documents.spread(_SCALE_DOCUMENTS):
             is_label = torch.from_numpy(documents[index].is_label)
             needed = needed_states(is_label, torch.arange(len(is_label)), heads.num_heads)
-            given = states.of_document(documents, "training", index, heads.aux_layers)
-            found.append(given[needed.to(given.device)].to(heads.layer_scale.device))
-        heads.set_layer_scale(torch.cat(found))
+            document_states = states.of_document(documents, "training", index, heads.aux_layers)
+            sampled_states.append(
+                document_states[needed.to(document_states.device)].to(heads.layer_scale.device)
+            )
+        heads.set_layer_scale(torch.cat(sampled_states))
     return heads
 
 

@@ -192,26 +192,26 @@ def stored_states(
     """
     options = configuration.optimisation
     run = configuration.run
-    found = dict[str, CachedHiddenStates]()
+    stored = dict[str, CachedHiddenStates]()
     layers = configuration.heads_config(base).fused_layers
     rank = accelerator.process_index
     count = accelerator.num_processes
     directory = Path(run.states_dir or RunDirectory(run.output_dir).states)
-    documents = {"training": trained_on(data.training, configuration.data), "held-out": data.held_out}
-    for name, each in documents.items():
-        if not len(each):
+    parts = {"training": trained_on(data.training, configuration.data), "held-out": data.held_out}
+    for name, documents in parts.items():
+        if not len(documents):
             continue
         with accelerator.autocast():
             states = CachedHiddenStates(
                 directory / name,
                 base,
-                each,
+                documents,
                 configuration.heads.num_heads,
                 options.cache_dtype,
                 layers,
                 configuration.needs_context,
             )
-            found[name] = states
+            stored[name] = states
         with (
             ProgressReporter("hidden states", console, accelerator.is_main_process) as line,
             ExitStack() as stack,
@@ -235,7 +235,7 @@ def stored_states(
             accelerator.wait_for_everyone()
             states.check([shard for shard in dict(damaged) if shard % count == rank])
             accelerator.wait_for_everyone()
-    return found
+    return stored
 
 
 def _finish(trainer: Trainer, measured: dict[str, float]) -> None:

@@ -65,13 +65,14 @@ def new_accelerator(optimisation: OptimisationOptions, run: RunOptions) -> Accel
             )
         ],
     )
-    ours = optimisation.gradient_accumulation_steps
-    asked = accelerator.gradient_accumulation_steps
-    if asked not in (1, ours):
+    configured_steps = optimisation.gradient_accumulation_steps
+    launched_steps = accelerator.gradient_accumulation_steps
+    if launched_steps not in (1, configured_steps):
         raise ValueError(
-            f"gradient_accumulation_steps must be the same everywhere, got {ours} in the configuration and "
-            f"{asked} in the launch (ACCELERATE_GRADIENT_ACCUMULATION_STEPS); pass "
-            f"--gradient_accumulation_steps {asked} to medusa train, or leave it out of the launch"
+            f"gradient_accumulation_steps must be the same everywhere, got {configured_steps} in the "
+            f"configuration and {launched_steps} in the launch (ACCELERATE_GRADIENT_ACCUMULATION_STEPS); "
+            f"pass --gradient_accumulation_steps {launched_steps} to medusa train, or leave it out of the "
+            "launch"
         )
     accelerator.gradient_accumulation_steps = 1  # a step's sum is weighed here; it would divide it again
     if accelerator.distributed_type == DistributedType.DEEPSPEED:

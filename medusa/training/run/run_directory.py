@@ -134,11 +134,11 @@ class RunDirectory:
         """Raise ValueError where directories that runs may share would be replaced by this run."""
         replaced = [os.path.realpath(each) for each in (self.heads, self.best, self.checkpoints)]
         for name in ("states_dir", "documents_dir"):
-            given = getattr(configuration.run, name)
-            where = Path(os.path.realpath(given or self.states))
+            directory = getattr(configuration.run, name)
+            where = Path(os.path.realpath(directory or self.states))
             if where == Path(os.path.realpath(self.path)) or any(map(where.is_relative_to, replaced)):
                 raise ValueError(
-                    f"{name} must be a directory of its own, got {given!r}, where the run in {self.path} "
+                    f"{name} must be a directory of its own, got {directory!r}, where the run in {self.path} "
                     "puts something else; leave it out, or choose another"
                 )
 
@@ -197,10 +197,10 @@ class RunDirectory:
     def _configuration(self) -> dict[str, Any]:
         """The config.yaml of the run; empty where it is no configuration."""
         try:
-            read = read_yaml(self.config)
+            configuration = read_yaml(self.config)
         except ValueError:
             return {}
-        return read if isinstance(read, dict) else {}
+        return configuration if isinstance(configuration, dict) else {}
 
     def tracker_id(self) -> str:
         """By which a tracker knows this run: the same each time it goes on."""
@@ -329,12 +329,12 @@ class RunDirectory:
         """The latest intact checkpoint, and the faults of later ones, which are removed."""
         damage: dict[Path, str] = {}
         for path in reversed(self._checkpoints()):
-            found = _damage(path)
-            if found is None:
+            fault = _damage(path)
+            if fault is None:
                 for later in damage:
                     shutil.rmtree(later)
                 return path, [f"{each}; going on from {path.name}" for each in reversed(damage.values())]
-            damage[path] = found
+            damage[path] = fault
         raise ValueError(
             f"no checkpoint in {self.checkpoints} is whole: {'; '.join(reversed(damage.values()))}. "
             "Start anew with --overwrite"
@@ -346,8 +346,8 @@ class RunDirectory:
         if not self.path.is_dir():
             return {self.path.name} if self.path.exists() else set()
         # realpath goes on where Path.resolve raises a RuntimeError: at a link that leads to itself
-        here = os.path.realpath(self.path)
-        inside = [Path(each).name for each in data if os.path.dirname(os.path.realpath(each)) == here]
+        own_path = os.path.realpath(self.path)
+        inside = [Path(each).name for each in data if os.path.dirname(os.path.realpath(each)) == own_path]
         stems = tuple(name.split(".")[0] + "." for name in inside)
         return {entry.name for entry in self.path.iterdir() if not entry.name.startswith((".", *stems))}
 

@@ -272,9 +272,9 @@ class Trainer:
             return None
         indices = range(len(held_out))[:at_most] if self._is_main else ()
         layers = self.heads.aux_layers
-        found = [states.of_document(held_out, "held-out", index, layers).cpu() for index in indices]
+        hidden_states = [states.of_document(held_out, "held-out", index, layers).cpu() for index in indices]
         states.live.finish()
-        return found
+        return hidden_states
 
     def checkpoint(self) -> None:
         """Write everything that a resumed run needs to go on as if it had not stopped.
@@ -306,8 +306,8 @@ class Trainer:
         may_resume = self.configuration.run.resume != "never"
         if may_resume and on_main_process(self.accelerator, self.run.has_checkpoint):
             self.state, damage = self.run.load_checkpoint(self.accelerator, self.state)
-            for each in (*damage, *self.state.changes, f"resumed at step {self.state.step}"):
-                self.console.print(each, soft_wrap=True)
+            for note in (*damage, *self.state.changes, f"resumed at step {self.state.step}"):
+                self.console.print(note, soft_wrap=True)
         if self._is_main:
             if self.state.window:
                 self.window = from_lists(self.window, self.state.window)

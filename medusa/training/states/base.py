@@ -94,17 +94,17 @@ class _SharedHiddenStates(OnlineHiddenStates):
         self, padded: PaddedBatch | None, layers: tuple[int, ...] = ()
     ) -> tuple[Tensor | None, bool]:
         """The states of ``padded`` if there is one, and whether no process had any."""
-        given: list[PaddedBatch | None] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(given, padded, group=self._group)
-        if all(each is None for each in given):
+        batches: list[PaddedBatch | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(batches, padded, group=self._group)
+        if all(each is None for each in batches):
             return None, True
         if not self._reads_alike:
             nothing = collate(Documents.of([]), [])
             return super().__call__(nothing if padded is None else padded, layers), False
         mine = None
-        for rank, each in enumerate(given):
-            if each is not None:
-                states = super().__call__(each, layers)
+        for rank, batch in enumerate(batches):
+            if batch is not None:
+                states = super().__call__(batch, layers)
                 mine = states if rank == torch.distributed.get_rank() else mine
         return mine, False
 
@@ -165,10 +165,8 @@ def load_without_layers(options: BaseOptions, device: torch.device) -> CausalLM:
         FileNotFoundError: there is no such model.
         ValueError: the architecture cannot be built so.
     """
-    found = loading.find_base(options.base, trust_remote_code=options.trust_remote_code)
-    name = found.name
-    source = found.arguments
-    config = found.config
+    source = loading.find_base(options.base, trust_remote_code=options.trust_remote_code)
+    config = source.config
     text = config.get_text_config(decoder=True)
     count = text.num_hidden_layers
     whole = copy.deepcopy(text.__dict__)
@@ -176,17 +174,17 @@ def load_without_layers(options: BaseOptions, device: torch.device) -> CausalLM:
         if isinstance(value, list | tuple) and len(value) == count:
             setattr(text, key, type(value)())
     text.num_hidden_layers = 0
-    if loading.is_held_quantised(found) and (found.gguf is not None or device.type == "cpu"):
-        return _with_settings(_quantised_without_layers(found, options, device), whole).to(device)
+    if loading.is_held_quantised(source) and (source.gguf is not None or device.type == "cpu"):
+        return _with_settings(_quantised_without_layers(source, options, device), whole).to(device)
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # the layers that are left out are no surprise
     try:
         loaded: Any = auto_class(config).from_pretrained(
-            name,
+            source.name,
             config=config,
             dtype=_dtype(options, device),
             output_loading_info=True,
-            **source,
+            **source.arguments,
             **_attention(options),
         )
     except (ValueError, RuntimeError, IndexError, TypeError, ZeroDivisionError) as error:
@@ -205,14 +203,14 @@ def load_without_layers(options: BaseOptions, device: torch.device) -> CausalLM:
     return _with_settings(text_part(base), whole).to(device)
 
 
-def _quantised_without_layers(found: BaseSource, options: BaseOptions, device: torch.device) -> CausalLM:
+def _quantised_without_layers(source: BaseSource, options: BaseOptions, device: torch.device) -> CausalLM:
     """As :func:`load_without_layers`, of a quantised base whose configuration knows of no layers."""
-    if found.gguf is not None:
-        tensors = {name: each for name, each in found.gguf.tensors.items() if not name.startswith("blk.")}
-        found = replace(found, gguf=replace(found.gguf, tensors=tensors))
+    if source.gguf is not None:
+        tensors = {name: each for name, each in source.gguf.tensors.items() if not name.startswith("blk.")}
+        source = replace(source, gguf=replace(source.gguf, tensors=tensors))
     if _is_held_in_its_bits(options, device):
-        return load_for_engine(found, "auto")
-    return loading.load_base(found, dtype=_dtype(options, device))
+        return load_for_engine(source, "auto")
+    return loading.load_base(source, dtype=_dtype(options, device))
 
 
 def _is_held_in_its_bits(options: BaseOptions, device: torch.device) -> bool:

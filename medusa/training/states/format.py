@@ -101,12 +101,15 @@ class StatesDirectory:
         begin = self._first_state(shard)
         rows = torch.empty(self.num_states(shard), self.size, dtype=self.dtype)
         left = set(self.documents_of(shard))
-        for index, found in states:
+        for index, document_states in states:
             span = self.span(index)
             shape = (int(span.stop - span.start), self.size)
-            if found.shape != shape:
-                raise ValueError(f"the states of document {index} must be {shape}, got {tuple(found.shape)}")
-            kept = found.to(self.dtype)[torch.from_numpy(self.needed[span]).to(found.device)]
+            if document_states.shape != shape:
+                raise ValueError(
+                    f"the states of document {index} must be {shape}, got {tuple(document_states.shape)}"
+                )
+            needed = torch.from_numpy(self.needed[span]).to(document_states.device)
+            kept = document_states.to(self.dtype)[needed]
             # the extremes are numbers where all are; isfinite takes nine times as long in bfloat16
             if kept.numel() and not torch.stack(kept.aminmax()).isfinite().all():
                 raise ValueError(
@@ -214,15 +217,15 @@ def digest_of_weights(directory: Path) -> str | None:
             break
     else:
         return None
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in files:
-        found.update(f"{path.name} {path.stat().st_size}".encode())
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
         with path.open("rb") as file:
             for start, end in _spans(path):
                 for block in _blocks(start, end):
                     file.seek(block)
-                    found.update(file.read(min(BLOCK, end - block)))
-    return f"files {found.hexdigest()}"
+                    digest.update(file.read(min(BLOCK, end - block)))
+    return f"files {digest.hexdigest()}"
 
 
 def _spans(path: Path) -> list[tuple[int, int]]:

@@ -160,8 +160,8 @@ class CachedHiddenStates(StatesDirectory):
 
             def counted(states: Iterator[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
                 nonlocal done
-                for each in states:
-                    yield each
+                for pair in states:
+                    yield pair
                     done += 1
                     line.show(done / number, f"{done}/{number} documents")
 
@@ -172,8 +172,7 @@ class CachedHiddenStates(StatesDirectory):
 
     def damaged(self, shards: Iterable[int]) -> list[tuple[int, str]]:
         """Those of ``shards`` that are not as they were written, and why."""
-        found = ((shard, self.damage(shard)) for shard in shards)
-        return [(shard, damage) for shard, damage in found if damage is not None]
+        return [(shard, damage) for shard in shards if (damage := self.damage(shard)) is not None]
 
     def remove(self, damaged: Iterable[tuple[int, str]], line: ProgressReporter) -> None:
         """Take away ``damaged`` shards, which are then missing; for one process with exclusive access."""
@@ -197,8 +196,8 @@ class CachedHiddenStates(StatesDirectory):
         lengths = self.documents.lengths[documents.start : documents.stop]
         for batch in plan_in_order(lengths, options, longrope_threshold(self._base)):
             rows = [[documents.start + index for index in row] for row in batch]
-            found = live(collate(self.documents, rows), self.layers)
-            for states, (index,) in zip(found, rows, strict=True):
+            batch_states = live(collate(self.documents, rows), self.layers)
+            for states, (index,) in zip(batch_states, rows, strict=True):
                 yield index, states[: self.documents.lengths[index]]
 
 
@@ -239,8 +238,8 @@ class HiddenStateSource:
         else:
             hidden = torch.zeros(*padded.input_ids.shape, stored.size, dtype=stored.dtype)
             for row, indices in zip(hidden, batch, strict=False):
-                found = torch.cat([stored.row(index) for index in indices])
-                row[: len(found)] = found
+                row_states = torch.cat([stored.row(index) for index in indices])
+                row[: len(row_states)] = row_states
         # The token joined to a row's last state is never read.
         following = padded.input_ids.roll(-1, dims=1).to(base.device)
         rows = StateBatch(hidden.to(base.device, base.dtype), following, padded.positions.to(base.device))
@@ -301,13 +300,13 @@ def _identity_of(base: CausalLM) -> dict[str, str]:
 
 def written_identity(base: CausalLM) -> dict[str, str]:
     """The same of the files of ``base``, which a newer ``transformers`` does not change."""
-    found = _identity_of(base)
+    identity = _identity_of(base)
     directory = Path(base.name_or_path)
     if base.name_or_path and (directory / "config.json").is_file():
-        found["configuration"] = _digest_of_settings(read_json(directory / "config.json"))
-    elif found["weights"].startswith("commit "):
-        del found["configuration"]
-    return found
+        identity["configuration"] = _digest_of_settings(read_json(directory / "config.json"))
+    elif identity["weights"].startswith("commit "):
+        del identity["configuration"]
+    return identity
 
 
 def _digest_of_settings(config: Mapping[str, Any]) -> str:
