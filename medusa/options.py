@@ -160,7 +160,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def _check(options: Any, rule: str, is_kept: Callable[[Any], bool], names: tuple[str, ...]) -> None:
     for name in names:
-        given = getattr(options, name)
-        for value in given if isinstance(given, list | tuple) else [given]:
+        option = getattr(options, name)
+        for value in option if isinstance(option, list | tuple) else [option]:
             if value is not None and not is_kept(value):
                 raise ValueError(f"{name} must be {rule}, got {value}")
