@@ -13,7 +13,7 @@ from medusa import HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel, save_
 from medusa.cli import loading
 from medusa.cli.loading import set_step
 from medusa.cli.main import main
-from medusa.decoding import steps
+from medusa.decoding import step_plan
 from medusa.decoding.step_plan import Steps
 from medusa.engine.kernels import kernels_unsupported_reason
 
@@ -91,7 +91,7 @@ def test_whatever_keeps_a_library_from_its_use_is_one_line_and_steps_run_general
         raise error
 
     monkeypatch.setattr(loading, "default_step", nothing_is_compiled_unasked)
-    monkeypatch.setattr(steps, "CompiledPass", fails)
+    monkeypatch.setattr(step_plan, "CompiledPass", fails)
     model = MedusaModel(tiny_model("llama"), engine="packed")
     set_step(model, None)
     (line,) = capsys.readouterr().err.strip().splitlines()

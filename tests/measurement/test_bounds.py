@@ -60,6 +60,8 @@ def test_an_engine_reads_what_it_packed_and_no_less_where_the_base_is_held_once(
     heads = MedusaHeads(
         HeadsConfig(64, 128, num_heads=2, unembedding="token_map", token_map_size=32), range(32)
     )
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter)
     base = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=is_tied)).bfloat16()
     base.save_pretrained(tmp_path)
     view = MedusaModel(load_base(tmp_path, dtype=torch.float32), heads, engine=engine)
