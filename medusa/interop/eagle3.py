@@ -84,6 +84,7 @@ _REFUSED = {
     "mlp_bias": (False,),
     "hidden_act": ("silu",),
     "sliding_window": (None,),
+    "partial_rotary_factor": (1.0,),
     "parallel_drafting": (False,),
     "model_type": ("llama",),
 }
@@ -354,11 +355,13 @@ def _tensors(request: ReadRequest) -> tuple[dict[str, Tensor], Path, str]:
 
 def _check_layer(config: Mapping[str, Any], path: Path) -> None:
     """Raise ValueError where the layer computes something that this head does not."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    settings = {**(rope if isinstance(rope, Mapping) else {}), **config}
     for key, values in _REFUSED.items():
-        if config.get(key, values[0]) not in (*values, None):
+        if settings.get(key, values[0]) not in (*values, None):
             allowed = " or ".join(map(repr, values))
             raise ValueError(
-                f"{path} says {key}={config[key]!r}, and EAGLE-3 heads read here have {allowed}; use the "
+                f"{path} says {key}={settings[key]!r}, and EAGLE-3 heads read here have {allowed}; use the "
                 "engine that it was trained for"
             )
 
@@ -403,9 +406,8 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     rope_parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope_parameters, Mapping):
         raise ValueError(f"rope_scaling must be an object, got {rope_parameters!r:.100}")
-    rest = {
-        key: value for key, value in rope_parameters.items() if key not in ("type", "rope_type", "rope_theta")
-    }
+    known = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
+    rest = {key: value for key, value in rope_parameters.items() if key not in known}
     theta = rope_parameters.get("rope_theta", config.get("rope_theta", DEFAULT_THETA))
     kind = rope_parameters.get("rope_type", rope_parameters.get("type", "default"))
     return {"rope_type": kind, "rope_theta": theta, **rest}

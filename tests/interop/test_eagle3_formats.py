@@ -236,6 +236,8 @@ BAD = [
     (config_says(num_hidden_layers=2), "num_hidden_layers=2, and ... holds 1"),
     (config_says(target_hidden_size=64), "target_hidden_size=64, and ... holds 32"),
     (config_says(attention_bias=True), "attention_bias=True, and EAGLE-3 heads ... have False"),
+    (config_says(partial_rotary_factor=0.5), "partial_rotary_factor=0.5, and EAGLE-3 heads ... have 1.0"),
+    (config_says(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5, and EAGLE-3"),
     (config_says(model_type="qwen3"), "model_type='qwen3', ... have 'llama'"),
     (config_says(architectures=["Eagle3DeepseekV2ForCausalLM"]), "architectures=['Eagle3DeepseekV2"),
     (config_says(**{LAYER_IDS: [2, 4, 9]}), "layer_ids ... 1 to 8, ... got [2, 4, 9]; ... --fused-layers"),
