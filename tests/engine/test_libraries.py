@@ -136,6 +136,7 @@ def test_a_seal_is_written_before_the_library_takes_its_name(tmp_path, compiler,
     monkeypatch.undo()
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_blanks_and_quotes_in_paths_are_none_for_torchs_compiler(tmp_path, monkeypatch):
     lanes()  # loads the kernels

@@ -24,8 +24,10 @@ def wide(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("engines", "steps"),
-    [(("packed",), ("compiled",)), (("packed", "int8"), ("general",))],
-    ids=["compiled", "general"],
+    [
+        pytest.param(("packed",), ("compiled",), id="compiled"),
+        pytest.param(("packed", "int8"), ("general",), id="general", marks=pytest.mark.slow),
+    ],
 )
 def test_every_draft_writes_the_plain_text_at_full_width(wide, engines, steps):
     tried = full_widths.Tried()
