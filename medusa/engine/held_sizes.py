@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from medusa.base.causal_lm import CausalLM
+from medusa.base.experts import expert_matrices, is_experts
 from medusa.base.stored_weights import StoredWeights
 from medusa.console import gigabytes
 from medusa.engine.file_weights import is_lookup
@@ -21,7 +22,6 @@ from medusa.engine.kernels import (
     lanes,
     uses_twelve_bits,
 )
-from medusa.engine.packed_experts import expert_matrices, is_experts
 from medusa.engine.views import joinable_linears
 from medusa.hardware import available_memory
 from medusa.options import Engine

@@ -26,6 +26,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.attention import is_code_of_transformers
 from medusa.base.causal_lm import CausalLM, embedding_rows, lm_head
+from medusa.base.experts import expert_matrices, is_experts
 from medusa.base.loading import BaseSource, explained_kind, find_base, is_held_quantised, load_base
 from medusa.base.stored_weights import StoredWeights
 from medusa.base.text_part import empty_model, text_part
@@ -39,7 +40,6 @@ from medusa.engine.file_weights import (
 )
 from medusa.engine.held_sizes import HeldSizes, check_fits
 from medusa.engine.kernels import kernels_unsupported_reason
-from medusa.engine.packed_experts import expert_matrices, is_experts
 from medusa.engine.quantised_loading import load_quantised
 from medusa.options import Engine
 

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from medusa.base.architecture_check import is_tested, verification_error
 from medusa.base.attention import TREE_ATTENTION
 from medusa.base.causal_lm import CausalLM, copy_sharing_parameters
+from medusa.base.experts import is_experts
 from medusa.base.recurrent import is_recurrent
 from medusa.engine.kernels import (
     PackedLinear,
@@ -21,14 +22,11 @@ from medusa.engine.kernels import (
     kernels_unsupported_reason,
     narrowest_dtype,
 )
-from medusa.engine.packed_experts import PackedExperts, is_experts
+from medusa.engine.packed_experts import PackedExperts, pack_router
+from medusa.engine.rowwise import RowwiseActivation
 from medusa.engine.snapshot import alteration_of
 
 ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")
-WHOLE_VECTORS = 32
-"""Numbers that torch's elementwise loops take at a time, at most: two vectors of 16."""
-LOOP_NUMBERS = 32_768
-"""Numbers from which on torch shares such a loop among threads, and cuts it anywhere."""
 
 
 def view_of(base: CausalLM, int8: bool = False) -> CausalLM:
@@ -85,7 +83,9 @@ def pack_linears(parent: nn.Module, int8: bool, release: Callable[[Tensor], Tens
                 packed.weight = release(child.weight.detach())
             setattr(parent, name, packed)
         elif is_experts(child) and not isinstance(parent, PackedExperts):
-            setattr(parent, name, PackedExperts(child, int8, release))
+            setattr(parent, name, PackedExperts.of(child, int8, release))
+    if any(isinstance(child, PackedExperts) for child in parent.children()):
+        pack_router(parent, release or Tensor.detach)
 
 
 def takes_tree_attention(base: CausalLM) -> bool:
@@ -106,33 +106,6 @@ def takes_tree_attention(base: CausalLM) -> bool:
 
 def _attention_of(base: CausalLM) -> str:
     return base.config.get_text_config(decoder=True)._attn_implementation
-
-
-class RowwiseActivation(nn.Module):
-    """An activation function that gives a row (..., W) the same bits whatever the other rows are.
-
-    torch computes ``gelu`` with other code if rows are not contiguous, and the numbers after the last whole
-    vector with other code than the rest. Here rows are contiguous, padded to whole vectors, and split into
-    parts that one thread computes. A program that is compiled ahead needs no parts: one thread runs its
-    loops, over widths that are whole vectors.
-    """
-
-    def __init__(self, function: nn.Module):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        missing = -x.shape[-1] % WHOLE_VECTORS
-        if missing:
-            return self._of_whole(nn.functional.pad(x, (0, missing)))[..., : x.shape[-1]]
-        return self._of_whole(x.contiguous())
-
-    def _of_whole(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_exporting() or x.numel() < LOOP_NUMBERS:
-            return self.function(x)
-        rows = x.flatten(0, -2)
-        parts = rows.split(max(1, (LOOP_NUMBERS - 1) // x.shape[-1]))
-        return torch.cat([self.function(part) for part in parts]).view(x.shape)
 
 
 def packed_unsupported_reason(base: CausalLM) -> str | None:

@@ -489,12 +489,7 @@ def test_a_score_that_is_no_number_gives_none_as_in_torch_to_the_nodes_that_see_
     torch.testing.assert_close(found.double(), exact, atol=3e-6, rtol=3e-6, equal_nan=True)
 
 
-MIXED = "an expert's product is torch's, which adds in another order for another number of rows"
 INEXACT = {
-    "mixtral-moe": MIXED,
-    "keys wider than values": MIXED,
-    "attention sinks": MIXED,
-    "many experts": MIXED,
     "one key for all heads": "Falcon's attention is its own, and takes no other",
 }
 
