@@ -29,6 +29,8 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+EXPERTS = ("qwen3moe", "gpt-oss")
+"""Mixtures, of four experts."""
 VOCAB_SIZE = 256 + len(SPECIAL) + 1
 """Each byte, the special tokens, and one word of two bytes."""
 
@@ -64,7 +66,7 @@ def write_model(
     """A model of ``num_layers`` layers with a tokenizer; values and the last matrix of each layer are of the
     type ``others``, as in the mixtures that are called Q4_K_M."""
     writer = gguf.GGUFWriter(path, architecture)
-    width = 128 if architecture == "qwen3" else hidden // 4  # transformers takes 128 for all Qwen3
+    width = 128 if architecture.startswith("qwen3") else hidden // 4  # transformers takes 128 for all Qwen3
     heads, intermediate = hidden // width, 2 * hidden
     writer.add_name("tiny")
     writer.add_context_length(512)
@@ -76,10 +78,14 @@ def write_model(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(VOCAB_SIZE)
-    if architecture in ("qwen3", "gemma3"):
+    if architecture in EXPERTS:
+        writer.add_expert_count(4)
+        writer.add_expert_used_count(2)
+        writer.add_expert_feed_forward_length(intermediate)
+    if architecture in ("qwen3", "qwen3moe", "gemma3", "gpt-oss"):
         writer.add_key_length(width)
         writer.add_value_length(width)
-    if architecture == "gemma3":
+    if architecture in ("gemma3", "gpt-oss"):
         writer.add_sliding_window(32)
     _add_tokenizer(writer)
     for key, value in metadata.items():
@@ -104,24 +110,38 @@ def write_model(
     vector("output_norm.weight", hidden)
     for layer in range(num_layers):
         of = f"blk.{layer}"
-        for norm in ("attn_norm", "ffn_norm"):
+        for norm in ("attn_norm", "post_attention_norm" if architecture == "gpt-oss" else "ffn_norm"):
             vector(f"{of}.{norm}.weight", hidden)
         if architecture == "gemma3":
             for norm in ("post_attention_norm", "post_ffw_norm"):
                 vector(f"{of}.{norm}.weight", hidden)
-        if architecture in ("qwen3", "gemma3"):
+        if architecture in ("qwen3", "qwen3moe", "gemma3"):
             for norm in ("attn_q_norm", "attn_k_norm"):
                 vector(f"{of}.{norm}.weight", width)
         matrix(f"{of}.attn_q.weight", hidden, hidden)
         matrix(f"{of}.attn_k.weight", hidden // 2, hidden)
         matrix(f"{of}.attn_v.weight", hidden // 2, hidden, others)
-        if architecture == "qwen2":
+        if architecture in ("qwen2", "gpt-oss"):
             for name, size in (("q", hidden), ("k", hidden // 2), ("v", hidden // 2)):
                 vector(f"{of}.attn_{name}.bias", size, 0.0)
         matrix(f"{of}.attn_output.weight", hidden, hidden)
-        matrix(f"{of}.ffn_gate.weight", intermediate, hidden)
-        matrix(f"{of}.ffn_up.weight", intermediate, hidden)
-        matrix(f"{of}.ffn_down.weight", hidden, intermediate, others if layer == 0 else matrices)
+        sizes = {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
+        if architecture not in EXPERTS:
+            for name, size in sizes.items():
+                matrix(f"{of}.ffn_{name}.weight", *size, others if (name, layer) == ("down", 0) else matrices)
+            continue
+        matrix(f"{of}.ffn_gate_inp.weight", 4, hidden, Type.F32)
+        for name, (rows, columns) in sizes.items():
+            kind = Type.MXFP4 if architecture == "gpt-oss" else others if name == "down" else matrices
+            stacked = random_rows(kind, 4 * rows, columns, next(seeds)).reshape(4, rows, -1)
+            writer.add_tensor(f"{of}.ffn_{name}_exps.weight", stacked, raw_dtype=kind)
+        if architecture == "gpt-oss":
+            vector(f"{of}.attn_output.bias", hidden, 0.0)
+            vector(f"{of}.attn_sinks.weight", heads, 0.0)
+            vector(f"{of}.ffn_gate_inp.bias", 4, 0.0)
+            for name, (rows, _) in sizes.items():
+                biases = (0.1 * rng.standard_normal((4, rows))).astype(np.float32)
+                writer.add_tensor(f"{of}.ffn_{name}_exps.bias", biases)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -24,6 +24,12 @@ def expert_matrices(experts: Any) -> tuple[str, str]:
     return ("gate_up_proj" if experts.has_gate else "up_proj"), "down_proj"
 
 
+def shape_of_experts(experts: Any, name: str) -> tuple[int, int, int]:
+    """Experts, outputs and inputs of the matrix ``name``."""
+    count, rows, columns = experts._parameters[name].shape
+    return (count, columns, rows) if experts.is_transposed else (count, rows, columns)
+
+
 def order_of_outputs(experts: Any, num_outputs: int) -> Tensor | None:
     """The output of gate and up, one after the other, that each output of ``experts`` is, (num_outputs,)
     long; None where it is the same."""

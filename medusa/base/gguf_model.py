@@ -7,6 +7,7 @@ vocabulary, or a whole model, each time.
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from transformers.modeling_gguf_pytorch_utils import (
     TensorProcessor,
 )
 
+from medusa.base.experts import arranged, expert_matrices, is_experts
 from medusa.base.gguf_file import INFILL_TOKENS, GGUFFile
 from medusa.console import log_console
 
@@ -57,6 +59,14 @@ MOST_INPUTS = 2**20
 """Inputs of a layer: far more than any model has."""
 PLAIN_SPLITS = frozenset({None, "default", "gpt-2"})
 """Names of the split of GPT-2."""
+BLOCK_NUMBER = re.compile(r"\.(\d+)\.")
+"""The number of a layer in the name of a module."""
+SIZES = {
+    "attention.key_length": "head_dim",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+"""Sizes that ``transformers`` takes from few files, by their keys there, as a configuration has them."""
 DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell"})
 """Names of splits that take digits one by one, and the rest as GPT-2."""
 
@@ -69,7 +79,12 @@ def gguf_config(file: GGUFFile) -> PreTrainedConfig:
             the metadata describe no model.
     """
     _check_sizes(file)
-    return _config_of(file)
+    config = _config_of(file)
+    for key, name in SIZES.items():
+        size = file.metadata.get(f"{file.architecture}.{key}")
+        if size is not None and hasattr(config, name):
+            setattr(config, name, size)
+    return config
 
 
 def _check_sizes(file: GGUFFile) -> None:
@@ -242,16 +257,16 @@ _CONTROL = 3
 
 @dataclass(frozen=True)
 class NamedWeight:
-    """A tensor of a file as a parameter of a model of ``transformers``."""
+    """A parameter of a model of ``transformers`` in a file: one tensor, or of experts perhaps two."""
 
-    source: str
-    """Its name in the file."""
-    convert: Callable[[np.ndarray], np.ndarray]
-    """Its numbers as the file has them -> as the model has them."""
+    sources: tuple[str, ...]
+    """Their names in the file."""
+    convert: Callable[..., np.ndarray]
+    """The numbers of each as the file has them -> those of the parameter."""
 
     def row_order(self, num_rows: int) -> Tensor | None:
         """The rows of the file, in the model's order, (num_rows,) long; None where the model has other rows
-        than the file."""
+        than the file. Of one tensor."""
         numbered = np.repeat(np.arange(num_rows, dtype=np.float64)[:, None], 3, axis=1)
         numbered += np.array([0, 0.25, 0.5])  # columns that are moved are seen too
         try:
@@ -268,8 +283,12 @@ class NamedWeight:
 
 def named_weights(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
     """The tensors of ``file`` by the names of ``model``'s parameters."""
-    if file.architecture in GGUF_ARCHS:
-        return _by_conversions(file, model)
+    in_order = _by_conversions if file.architecture in GGUF_ARCHS else _by_name
+    return {**in_order(file, model), **_of_experts(file, model)}
+
+
+def _by_name(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
+    """:func:`named_weights` by the names that the package ``gguf`` lists for each architecture."""
     processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=model.config.to_dict())
     weights = {}
     for target, source in _source_names(file, model, processor).items():
@@ -277,7 +296,29 @@ def named_weights(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
         def convert(numbers: np.ndarray, source: str = source) -> np.ndarray:
             return processor.process(weights=numbers, name=source).weights
 
-        weights[target] = NamedWeight(source, convert)
+        weights[target] = NamedWeight((source,), convert)
+    return weights
+
+
+def _of_experts(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
+    """The matrices and biases of experts, which a file has apart for gate and up."""
+    weights = {}
+    for name, module in model.named_modules():
+        number = BLOCK_NUMBER.search(name)
+        if number is None or not is_experts(module):
+            continue
+        block = f"blk.{number[1]}"
+        into, out_of = expert_matrices(module)
+        gate = ("gate",) if module.has_gate else ()
+        for target, kinds in ((into, (*gate, "up")), (out_of, ("down",))):
+            for suffix, kind_of in (("", "weight"), ("_bias", "bias")):
+                sources = tuple(f"{block}.ffn_{kind}_exps.{kind_of}" for kind in kinds)
+
+                def convert(*parts: np.ndarray, experts: Any = module) -> np.ndarray:
+                    return arranged(experts, [torch.from_numpy(part) for part in parts]).numpy()
+
+                if all(source in file.tensors for source in sources):
+                    weights[f"{name}.{target}{suffix}"] = NamedWeight(sources, convert)
     return weights
 
 
@@ -288,7 +329,7 @@ def _source_names(file: GGUFFile, model: Any, processor: TensorProcessor) -> dic
     architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     config = model.config.get_text_config(decoder=True)
     names = gguf.get_tensor_name_map(architectures[file.architecture], config.num_hidden_layers)
-    sources = {}
+    sources: dict[str, str] = {}
     for target, _ in model.named_parameters(remove_duplicate=False):
         stem = target
         suffix = ""
@@ -299,9 +340,9 @@ def _source_names(file: GGUFFile, model: Any, processor: TensorProcessor) -> dic
         # the map lists the names of many classes, some without the names of the outer modules
         first_number = next((at for at, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
         known = (names.get_name(".".join(parts[start:])) for start in range(first_number + 1))
-        source = next((name + suffix for name in known if name is not None), None)
-        if source is not None and source in file.tensors:
-            sources[target] = source
+        found = next((name + suffix for name in known if name is not None), None)
+        both = () if found is None else (found, f"{found}.weight")  # a file calls sinks a weight too
+        sources.update((target, each) for each in both if each in file.tensors)
     return sources
 
 
@@ -325,7 +366,7 @@ def _by_conversions(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
                 tensor = converted[target]
             return tensor.numpy()
 
-        weights[target] = NamedWeight(source, convert)
+        weights[target] = NamedWeight((source,), convert)
     return weights
 
 
@@ -358,7 +399,7 @@ def placed_weights(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     weights = {name: weight for name, weight in named_weights(file, model).items() if name in parameters}
-    placed = {weight.source for weight in weights.values()}
+    placed = {source for weight in weights.values() for source in weight.sources}
     left = [name for name in file.tensors if name not in placed and name != ROPE_FACTORS]
     if left:
         raise ValueError(
@@ -378,12 +419,12 @@ def fill(model: Any, file: GGUFFile, weights: Mapping[str, NamedWeight], dtype: 
         if name not in weights:
             continue
         weight = weights[name]
-        numbers = weight.convert(file.floats(weight.source).numpy())
+        numbers = weight.convert(*(file.floats(source).numpy() for source in weight.sources))
         values = torch.from_numpy(np.ascontiguousarray(numbers)).to(dtype)
         if values.shape != parameter.shape:
             raise ValueError(
-                f"{file.path}: tensor {weight.source!r} must have shape {tuple(parameter.shape)}, as the "
-                f"file's metadata say, got {tuple(values.shape)}"
+                f"{file.path}: tensor {' with '.join(weight.sources)!r} must have shape "
+                f"{tuple(parameter.shape)}, as the file's metadata say, got {tuple(values.shape)}"
             )
         owner, _, last = name.rpartition(".")
         setattr(model.get_submodule(owner), last, torch.nn.Parameter(values, requires_grad=False))

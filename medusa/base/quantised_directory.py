@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 
+from medusa.base.experts import arranged, expert_matrices, is_experts, shape_of_experts
 from medusa.base.quantised_forms import (
     BLOCK,
     FORMS,
@@ -30,15 +31,16 @@ from medusa.base.quantised_forms import (
     QuantisedLayer,
     QuantisedMatrix,
     fp8_numbers,
+    mxfp4_numbers,
 )
 from medusa.base.text_part import auto_class
 from medusa.console import megabytes
 
-METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 """The methods that are read, as ``quant_method`` names them."""
 READABLE = (
     "GPTQ and compressed-tensors in 4 and 8 bits, AWQ in 4 bits (gemm), and FP8, with groups of whole "
-    f"{BLOCK} inputs"
+    f"{BLOCK} inputs; experts in MXFP4"
 )
 WORDS = ("qweight", "qzeros", "weight_packed")
 """Tensors of several codes in each number."""
@@ -52,6 +54,8 @@ UNUSED = re.compile(
     r"\.(input_scale|output_scale|activation_scale|[qkv]_scale|input_zero_point|rotary_emb\.inv_freq)$"
 )
 """Tensors without a use here: rows are rounded as they come, and keys and values are kept in float32."""
+EXPERT_PARTS = ("_blocks", "_scales")
+"""What the names of the tensors of experts in MXFP4 end with."""
 OF_LAYERS = re.compile(r"\.(layers|h|blocks)\.\d+\.")
 
 
@@ -115,7 +119,9 @@ class QuantisedDirectory:
             if form is not None:
                 layers[name] = self._layer(name, form, (module.out_features, module.in_features))
         plain = self.plain_names(model, layers)
+        experts = self.quantised_experts(model)
         placed = {*plain, *plain.values(), *_other_names(model, plain)}
+        placed |= {f"{matrix}{part}" for matrix in experts for part in EXPERT_PARTS}
         placed |= {stored for layer in layers.values() for stored in self._names(layer).values()}
         has_layers = self.config.get_text_config(decoder=True).num_hidden_layers > 0
         left = [
@@ -128,7 +134,7 @@ class QuantisedDirectory:
                 f"its tensor {left[0]!r} ({len(left)} in all) has no place in {type(model).__name__} of "
                 "transformers"
             )
-        filled = {*plain, *(f"{name}.weight" for name in layers)}
+        filled = {*plain, *(f"{name}.weight" for name in layers), *experts}
         missing = [name for name, _ in model.named_parameters() if name not in filled]
         if missing:
             raise ValueError(
@@ -136,6 +142,33 @@ class QuantisedDirectory:
                 "none; copy or download it again"
             )
         return layers
+
+    def quantised_experts(self, model: Any) -> dict[str, tuple[int, int, int]]:
+        """The matrices of experts of ``model`` that are in MXFP4 here, by name: experts, outputs and inputs.
+
+        Raises:
+            ValueError: a tensor has another shape.
+        """
+        matrices = {}
+        for name, module in model.named_modules():
+            for matrix in expert_matrices(module) if is_experts(module) else ():
+                full_name = f"{name}.{matrix}"
+                if f"{full_name}{EXPERT_PARTS[0]}" not in self.tensors:
+                    continue
+                num_experts, num_outputs, num_inputs = shape = shape_of_experts(module, matrix)
+                groups = (num_experts, num_outputs, num_inputs // BLOCK)
+                for part, expected in zip(EXPERT_PARTS, ((*groups, BLOCK // 2), groups), strict=True):
+                    stored = self.tensors.get(f"{full_name}{part}")
+                    if stored is None or stored.shape != expected or num_inputs % BLOCK:
+                        raise self._of_another_shape(f"{full_name}{part}", expected)
+                matrices[full_name] = shape
+        return matrices
+
+    def expert_parts(self, matrix: str) -> tuple[Tensor, Tensor]:
+        """Blocks and scales of a matrix of experts, as :func:`medusa.base.quantised_forms.mxfp4_numbers`
+        takes those of each expert: views of the files."""
+        blocks, scales = (self.tensor(f"{matrix}{part}") for part in EXPERT_PARTS)
+        return blocks, scales
 
     def plain_names(self, model: Any, quantised: Mapping[str, QuantisedLayer]) -> dict[str, str]:
         """The tensors that are not quantised, by the names of the parameters and buffers of ``model`` that
@@ -364,6 +397,12 @@ class QuantisedDirectory:
             weight = self.weight(layer, self.parts(layer))
             numbers = weight if isinstance(weight, Tensor) else weight.widened()
             set_weight(model, f"{name}.weight", numbers.to(dtype))
+        for name in self.quantised_experts(model):
+            numbers = torch.stack(
+                [mxfp4_numbers(*parts) for parts in zip(*self.expert_parts(name), strict=True)]
+            )
+            experts = model.get_submodule(name.rpartition(".")[0])
+            set_weight(model, name, arranged(experts, [numbers]).to(dtype))
         for name, stored in self.plain_names(model, layers).items():
             set_weight(model, name, self.tensor(stored).to(dtype, copy=True))
         model.tie_weights()
@@ -434,6 +473,8 @@ def described_settings(config: PreTrainedConfig) -> str:
         groups_of = f"groups of {size}" if size > 0 else "a group for each output"
         order = ", with an order of inputs" if settings.get("desc_act") else ""
         return f"{method} in {settings.get('bits')} bits, {groups_of}{order}"
+    if method == "mxfp4":
+        return "experts in mxfp4, a scale for 32 weights"
     if method == "fp8":
         block = settings.get("weight_block_size")
         scaled_part = f"{block[0]}x{block[1]} weights" if block else "each matrix"

@@ -9,6 +9,8 @@
   perhaps ``weight_zero_point`` (out / P, groups) int32, or (out, groups) int8, and ``weight_g_idx`` (in,).
   Numbers have a sign there, and half of their range is added where they are packed.
 - "int8" of compressed-tensors: ``weight`` (out, in) int8, and the others as above.
+- MXFP4 of experts (GPT-OSS): ``.._blocks`` (E, out, in / 32, 16) uint8, two codes in a byte, the lower half
+  first; ``.._scales`` (E, out, in / 32) uint8, exponents of two, 127 for one.
 - "fp8" of compressed-tensors and of transformers: ``weight`` (out, in) in float8_e4m3fn; ``weight_scale`` or
   ``weight_scale_inv``: one number, one an output, or one a block of the matrix.
 """
@@ -175,3 +177,22 @@ def fp8_numbers(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor
         part = slice(first, first + block[0])
         result[part] = codes[part].float() * row_scales[first // block[0]]
     return result
+
+
+MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers of MXFP4's codes 0 to 7; codes 8 to 15 are the same with a minus (OCP Microscaling Formats
+Specification 1.0, E2M1)."""
+
+
+def mxfp4_numbers(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The matrix (out, in) of an expert from its blocks and scales, bfloat16, which holds each number."""
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # (out, in / 32, 32)
+    numbers = torch.tensor([*MXFP4, *(-each for each in MXFP4)])[codes.long()]
+    return torch.ldexp(numbers, scales[..., None].int() - 127).flatten(1).bfloat16()
+
+
+def mxfp4_rows(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The same as rows of a GGUF file (out, bytes): a block is its scale and 16 bytes, whose lower halves are
+    its first 16 codes."""
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    return torch.cat((scales[..., None], codes[..., :16] | codes[..., 16:] << 4), dim=-1).flatten(1)

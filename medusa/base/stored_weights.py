@@ -29,9 +29,6 @@ from medusa.base.quantised_directory import settings_of
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """Types that weights are held in, as safetensors names them."""
 WHOLE = ("I8", "I16", "I32", "I64", "U8", "BOOL")
-WIDENED = "mxfp4"
-"""A method whose numbers ``transformers`` widens on a CPU to the type that a model is loaded in; bfloat16
-holds each of them."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class StoredWeights:
         Raises:
             ValueError: a file is damaged.
         """
-        if settings_of(source.config).get("quant_method", WIDENED) != WIDENED:
+        if settings_of(source.config):
             return None
         tensors = dict(_file_tensors(source))
         parts_of: dict[str, list[FileTensor]] = {}  # by the name of the parameter

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from medusa.base.causal_lm import CausalLM
-from medusa.base.experts import expert_matrices, is_experts
+from medusa.base.experts import expert_matrices, is_experts, shape_of_experts
 from medusa.base.stored_weights import StoredWeights
 from medusa.console import gigabytes
 from medusa.engine.file_weights import is_lookup
@@ -66,8 +66,8 @@ class HeldSizes:
         for experts in filter(is_experts, model.modules()):
             for name in expert_matrices(experts):
                 weight = experts._parameters[name]
-                shape = weight.shape[:0:-1] if experts.is_transposed else weight.shape[1:]
-                products += [(dtype_of(weight), *shape)] * len(weight)
+                num_experts, num_outputs, num_inputs = shape_of_experts(experts, name)
+                products += [(dtype_of(weight), num_outputs, num_inputs)] * num_experts
                 packed.add(id(weight))
         rows = {id(module.weight): module.weight for module in model.modules() if is_lookup(module)}
         parameters = list(model.parameters())

@@ -56,7 +56,8 @@ class PackedExperts(nn.Module):
             by_matrix.append(products)
             if release is not None:
                 replace_matrix(experts, name, release(matrices))
-        return cls(experts, *by_matrix)
+        into, out_of = by_matrix
+        return cls(experts, into, out_of)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         num_rows, num_choices = top_k_index.shape

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.causal_lm import CausalLM, embedding_rows, lm_head
+from medusa.base.experts import expert_matrices, is_experts, order_of_outputs, shape_of_experts
 from medusa.base.gguf_file import FLOAT_TYPES, GGUFFile, TensorEntry, type_name
 from medusa.base.loading import (
     BaseSource,
@@ -26,7 +27,7 @@ from medusa.base.loading import (
     source_arguments,
 )
 from medusa.base.quantised_directory import QuantisedDirectory, set_weight
-from medusa.base.quantised_forms import QuantisedLayer, QuantisedMatrix
+from medusa.base.quantised_forms import BLOCK, QuantisedLayer, QuantisedMatrix, mxfp4_rows
 from medusa.console import counted, log_console, megabytes
 from medusa.engine.file_weights import (
     NarrowEmbedding,
@@ -47,15 +48,22 @@ from medusa.engine.group_quantised import (
     gguf_types,
 )
 from medusa.engine.held_sizes import check_fits
-from medusa.engine.kernels import kernels_unsupported_reason
+from medusa.engine.kernels import PackedMatmul, kernels_unsupported_reason
+from medusa.engine.packed_experts import PackedExperts, expert_biases, replace_matrix
 from medusa.engine.views import joinable_linears, pack_linears, share_product
 from medusa.options import Engine
 
 if TYPE_CHECKING:
     from medusa.base.gguf_model import NamedWeight
 
+MXFP4_TYPE = 39
+"""As GGUF numbers it."""
 ReadsWeight = Callable[[], QuantisedRows | Tensor]
 """Reads the weight of a module: in whole numbers, or as plain numbers (out, in)."""
+
+
+ExpertRows = Iterator["QuantisedRows | Tensor"]
+"""Reads a part of a matrix of experts: the rows (out, in) of one expert after the other."""
 
 
 def load_quantised(source: BaseSource, engine: Engine) -> CausalLM:
@@ -108,6 +116,8 @@ def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: E
     plain = directory.plain_names(base, layers)
     num_bytes = sum(directory.tensors[stored].num_bytes for stored in plain.values())
     num_bytes += sum(_bytes_held(each, engine) for each in layers.values())
+    experts = directory.quantised_experts(base)
+    num_bytes += sum(math.prod(shape) for shape in experts.values()) * 17 // 32  # bytes of a block
     check_fits(source.name, engine, lambda _: num_bytes, ())
     check_decodable(base)
     modules = dict(base.named_modules())
@@ -125,6 +135,8 @@ def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: E
     def reads(layer: QuantisedLayer) -> ReadsWeight:
         return lambda: _weight(directory, layer, modules[layer.name] is head, release, widened)
 
+    by_matrix = {name: [_mxfp4_rows(directory, name, release)] for name in experts}
+    _hold_experts(base, by_matrix, engine != "packed")
     by_module = {id(modules[name]): reads(layer) for name, layer in layers.items()}
     rows = None if id(head) in by_module else embedding_rows(head)
     if rows is None:
@@ -182,6 +194,16 @@ def _weight(
     return held
 
 
+def _mxfp4_rows(
+    directory: QuantisedDirectory, matrix: str, release: Callable[[Tensor], Tensor]
+) -> ExpertRows:
+    for blocks, scales in zip(*directory.expert_parts(matrix), strict=True):
+        num_inputs = BLOCK * scales.shape[1]
+        yield QuantisedRows(mxfp4_rows(blocks, scales), MXFP4_TYPE, num_inputs)
+        release(blocks)
+        release(scales)
+
+
 # ------------------------------------------------------------------ GGUF files
 
 
@@ -190,9 +212,10 @@ def _held_file(source: BaseSource, file: GGUFFile, engine: Engine) -> CausalLM:
     base = model.empty_model(file, source.config)
     weights = model.placed_weights(file, base)
     quantised = _file_modules(file, base, weights)
-    held = {weights[name].source for name in quantised if name in weights}
     plain = _file_floats(file, base, weights)
-    held |= {weights[name].source for name in plain}
+    experts = _file_experts(file, base, weights)
+    in_place = {*quantised, *plain, *experts} & {*weights}
+    held = {source for name in in_place for source in weights[name].sources}
     others = {name: each for name, each in file.tensors.items() if name not in held}
     num_widened = sum(math.prod(each.shape) for each in others.values())
     num_bytes = sum(file.tensors[name].num_bytes for name in held) + 4 * num_widened
@@ -203,7 +226,7 @@ def _held_file(source: BaseSource, file: GGUFFile, engine: Engine) -> CausalLM:
     check_decodable(base)
     for name, values in plain.items():
         set_weight(base, name, values)
-    rest = {name: each for name, each in weights.items() if name not in quantised and name not in plain}
+    rest = {name: each for name, each in weights.items() if name not in in_place}
     model.fill(base, file, rest, torch.float32)
     if source.config.get_text_config(decoder=True).tie_word_embeddings:
         base.tie_weights()
@@ -211,6 +234,10 @@ def _held_file(source: BaseSource, file: GGUFFile, engine: Engine) -> CausalLM:
     head = lm_head(base)
     rows = None if any(module is head for module, _ in quantised.values()) else embedding_rows(head)
     by_module = {id(module): _given(of_file) for module, of_file in quantised.values()}
+    by_matrix = {
+        name: [_expert_rows(file, entry, release) for entry in parts] for name, parts in experts.items()
+    }
+    _hold_experts(base, by_matrix, engine != "packed")
     for parent in list(base.modules()):
         _hold_quantised(parent, by_module, head, engine != "packed", False, release)
     model.check_filled(base, file)
@@ -228,7 +255,7 @@ def _file_matrices(
     file, with their names and modules."""
     modules = dict(base.named_modules())
     for name, weight in weights.items():
-        entry = file.tensors[weight.source]
+        entry = file.tensors[weight.sources[0]]
         module = modules[name.rpartition(".")[0]]
         is_layer = isinstance(module, (nn.Linear, nn.Embedding)) and name.endswith(".weight")
         if is_layer and len(entry.shape) == 2 and entry.type in types:
@@ -273,6 +300,52 @@ def _file_floats(file: GGUFFile, base: CausalLM, weights: Mapping[str, NamedWeig
             values = file.plain(entry.name)
             matrices[name] = values if _is_in_order(order) else values[order]
     return matrices
+
+
+def _file_experts(
+    file: GGUFFile, base: CausalLM, weights: Mapping[str, NamedWeight]
+) -> dict[str, list[TensorEntry]]:
+    """The matrices of experts of ``base`` that can be held as the file has them, by name: their parts, each
+    (E, out, in)."""
+    held = {}
+    for name, module in base.named_modules():
+        matrices = expert_matrices(module) if is_experts(module) else ()
+        parts_of = {
+            matrix: [file.tensors[source] for source in weights[f"{name}.{matrix}"].sources]
+            for matrix in matrices
+            if f"{name}.{matrix}" in weights
+        }
+        if len(parts_of) < 2 or not all(map(_have_products, parts_of.values())):
+            continue
+        for matrix, parts in parts_of.items():
+            num_experts, num_outputs, num_inputs = shape_of_experts(module, matrix)
+            expected = (num_experts, num_outputs // len(parts), num_inputs)
+            for part in parts:
+                if part.shape != expected:
+                    raise ValueError(
+                        f"{part.file}: tensor {part.name!r} must have shape {expected}, as the file's "
+                        f"metadata say, got {part.shape}"
+                    )
+            held[f"{name}.{matrix}"] = parts
+    return held
+
+
+def _have_products(parts: Sequence[TensorEntry]) -> bool:
+    """Whether one product can hold these: all in whole numbers, or all floats."""
+    types = {part.type for part in parts}
+    return types <= gguf_types() or types <= {*FLOAT_TYPES}
+
+
+def _expert_rows(file: GGUFFile, entry: TensorEntry, release: Callable[[Tensor], Tensor]) -> ExpertRows:
+    num_experts, _, num_inputs = entry.shape
+    if entry.type in FLOAT_TYPES:
+        for matrix in file.plain(entry.name):
+            yield matrix
+            release(matrix)
+        return
+    for rows in file.rows(entry.name).view(num_experts, -1, entry.row_bytes):
+        yield QuantisedRows(rows, entry.type, num_inputs)
+        release(rows)
 
 
 def _say_what_is_widened(others: Mapping[str, TensorEntry]) -> None:
@@ -324,6 +397,44 @@ def _hold_quantised(
         child.weight = nn.Parameter(weight, requires_grad=False)
     if plain:
         pack_linears(parent, int8, release)
+
+
+def _hold_experts(
+    base: CausalLM,
+    matrices: Mapping[str, Sequence[ExpertRows]],
+    in_whole_numbers: bool,
+) -> None:
+    """Replace the experts of ``base`` whose matrices are in ``matrices``: of each, by name, its parts."""
+    for name, module in list(base.named_modules()):
+        if not is_experts(module) or f"{name}.{expert_matrices(module)[0]}" not in matrices:
+            continue
+        experts: Any = module
+        by_matrix = {}
+        order = None
+        for matrix in expert_matrices(experts):
+            parts = matrices[f"{name}.{matrix}"]
+            biases = expert_biases(experts, matrix)
+            if len(parts) > 1:
+                order = order_of_outputs(experts, shape_of_experts(experts, matrix)[1])
+                places = slice(None) if order is None else order.argsort()
+                biases = [None if bias is None else bias[places] for bias in biases]
+            by_matrix[matrix] = [
+                _expert_product(weights, bias, in_whole_numbers)
+                for *weights, bias in zip(*parts, biases, strict=True)
+            ]
+            replace_matrix(experts, matrix, placeholder(experts._parameters[matrix]))
+        into, out_of = by_matrix.values()
+        parent, _, last = name.rpartition(".")
+        setattr(base.get_submodule(parent), last, PackedExperts(experts, into, out_of, order))
+
+
+def _expert_product(
+    weights: Sequence[QuantisedRows | Tensor], bias: Tensor | None, in_whole_numbers: bool
+) -> PackedMatmul:
+    quantised = [weight for weight in weights if isinstance(weight, QuantisedRows)]
+    if quantised:
+        return GroupQuantisedMatmul(quantised, bias, in_whole_numbers)
+    return PackedMatmul(cast("list[Tensor]", weights), bias)
 
 
 def _joined(

@@ -55,7 +55,7 @@ def heads_for(path, **more):
     return MedusaHeads(HeadsConfig(hidden, VOCAB_SIZE, **{"num_heads": 4, **more}))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3", "qwen3moe", "gpt-oss"])
 def test_in_float32_a_base_is_the_widened_one(architecture, files):
     path = files(architecture)
     wide, packed = load_base(path), load_for_engine(path, "packed")
@@ -68,7 +68,14 @@ def test_in_float32_a_base_is_the_widened_one(architecture, files):
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("engine", ["int8", "packed"])
 @pytest.mark.parametrize(
-    "architecture, mixture", [("llama", "Q4_K_M"), ("qwen2", "Q5_0"), ("gemma3", "Q4_K_M")]
+    "architecture, mixture",
+    [
+        ("llama", "Q4_K_M"),
+        ("qwen2", "Q5_0"),
+        ("gemma3", "Q4_K_M"),
+        ("qwen3moe", "Q4_K_M"),
+        ("gpt-oss", "Q5_0"),
+    ],
 )
 def test_no_draft_changes_the_text(architecture, mixture, engine, sampling, files):
     path = files(architecture, mixture)
