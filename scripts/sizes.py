@@ -11,6 +11,7 @@ that its steps accept as many guesses as those of very good heads would. llama.c
 installed (`pip install '.[llama-cpp]'`); compiled for this processor, as pip does it from source
 (`--no-binary llama-cpp-python`), it is at its best. The last line is one JSON object.
 
+    python scripts/sizes.py --shapes 30B-A3B 20B-A4B   # mixtures, only as quantised files of 18 and 12 GB
     python scripts/sizes.py --files MODEL.gguf # quantised files: these, or of a shape Q4_K_M.gguf
     python scripts/sizes.py --shapes 1B --contenders "file Q4_K_M" "llama-bench Q4_K_M" --llama-bench PATH
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import shutil
@@ -74,9 +76,35 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Those of Llama 3.2 1B and 3B and of Llama 3.1 8B, which does not tie its embeddings."""
 VOCABULARY = 128256
+MIXTURES: dict[str, dict[str, Any]] = {
+    "30B-A3B": {
+        "architecture": "qwen3moe",
+        "kind": "Q4_K_M",
+        "layers": 48,
+        "hidden": 2048,
+        "heads": (32, 4, 128),
+        "experts": (128, 8, 768),
+        "vocabulary": 151936,
+    },
+    "20B-A4B": {
+        "architecture": "gpt-oss",
+        "kind": "MXFP4",
+        "layers": 24,
+        "hidden": 2880,
+        "heads": (64, 8, 64),
+        "experts": (32, 4, 2880),
+        "vocabulary": 201088,
+    },
+}
+"""Those of Qwen3-30B-A3B and gpt-oss-20b. heads: of queries, of keys, and the width of each; experts: all of
+them, those of a token, and their width."""
 OURS = ("packed", "int8")
 THEIRS = ("transformers bfloat16", "llama.cpp BF16", "llama.cpp Q8_0")
-OF_FILES = ("file Q4_K_M", "llama.cpp Q4_K_M", "llama-bench Q4_K_M", "file Q8_0", "llama-bench Q8_0")
+OF_FILES = tuple(
+    f"{system} {kind}"
+    for kind in ("Q4_K_M", "Q8_0", "MXFP4")
+    for system in ("file", "llama.cpp", "llama-bench")
+)
 """Those that read a quantised file of a shape."""
 ROUNDS = {"1B": 2, "3B": 1, "8B": 1}
 """Turns of every contender, unless told otherwise; the larger the shape, the longer and steadier is each."""
@@ -205,16 +233,113 @@ def _type_of(name: str, shape: list[int], kind: str) -> Any:
     return gguf.GGMLQuantizationType.Q6_K if is_finer else gguf.GGMLQuantizationType.Q4_K
 
 
+SCALES = {"Q6_K": [208], "Q4_K": [0, 2], "Q8_0": [0]}
+"""Where a block has its float16 numbers."""
+
+
 def _random_blocks(shape: list[int], quantisation: Any, seed: int) -> np.ndarray:
     """A matrix of any codes, with small scales: it takes the time and the memory of a quantised one."""
     import gguf
 
     rng, (block, size) = np.random.default_rng(seed), gguf.GGML_QUANT_SIZES[quantisation]
-    blocks = rng.integers(0, 256, (shape[0], shape[1] // block, size), dtype=np.uint8)
-    for start in [208] if quantisation.name == "Q6_K" else [0, 2]:
-        scales = rng.uniform(1e-5, 3e-5, blocks.shape[:2]).astype(np.float16)
+    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // block, size), dtype=np.uint8)
+    if quantisation.name == "MXFP4":
+        blocks[..., 0] = rng.integers(118, 121, blocks.shape[:-1])
+    for start in SCALES.get(quantisation.name, []):
+        scales = rng.uniform(1e-5, 3e-5, blocks.shape[:-1]).astype(np.float16)
         blocks[..., start : start + 2] = scales.view(np.uint8).reshape(*scales.shape, 2)
-    return blocks.reshape(shape[0], -1)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def write_mixture(name: str, target: Path) -> None:
+    """A mixture of a shape of :data:`MIXTURES` as a GGUF file without a tokenizer, its matrices random and
+    the same in every layer; tensors are of the types that llama.cpp gives them in such a file."""
+    import gguf
+
+    shape = MIXTURES[name]
+    hidden, (num_heads, num_key_heads, width) = shape["hidden"], shape["heads"]
+    num_experts, num_chosen, inner = shape["experts"]
+    is_gpt = shape["architecture"] == "gpt-oss"
+    writer = gguf.GGUFWriter(target, shape["architecture"])
+    writer.add_block_count(shape["layers"])
+    writer.add_context_length(8192)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(inner)
+    writer.add_expert_feed_forward_length(inner)
+    writer.add_expert_count(num_experts)
+    writer.add_expert_used_count(num_chosen)
+    writer.add_head_count(num_heads)
+    writer.add_head_count_kv(num_key_heads)
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_rope_freq_base(1000000.0)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(shape["vocabulary"])
+    writer.add_tokenizer_model("none")
+    if is_gpt:
+        writer.add_sliding_window(128)
+    kinds = gguf.GGMLQuantizationType
+    most, finer = (kinds.Q8_0, kinds.Q8_0) if is_gpt else (kinds.Q4_K, kinds.Q6_K)
+    of_experts = kinds.MXFP4 if is_gpt else most
+    tensors: list[tuple[str, list[int], Any]] = [
+        ("token_embd.weight", [shape["vocabulary"], hidden], most),
+        ("output.weight", [shape["vocabulary"], hidden], finer),
+        ("output_norm.weight", [hidden], kinds.F32),
+    ]
+    queries, keys = num_heads * width, num_key_heads * width
+    for layer in range(shape["layers"]):
+        is_finer = not is_gpt and layer % 2 == 0
+        of_layer = {
+            "attn_norm.weight": ([hidden], kinds.F32),
+            "attn_q.weight": ([queries, hidden], most),
+            "attn_k.weight": ([keys, hidden], most),
+            "attn_v.weight": ([keys, hidden], finer if is_finer else most),
+            "attn_output.weight": ([hidden, queries], most),
+            "ffn_gate_inp.weight": ([num_experts, hidden], kinds.F32),
+            "ffn_gate_exps.weight": ([num_experts, inner, hidden], of_experts),
+            "ffn_up_exps.weight": ([num_experts, inner, hidden], of_experts),
+            "ffn_down_exps.weight": ([num_experts, hidden, inner], finer if is_finer else of_experts),
+        }
+        if is_gpt:
+            sizes = {"attn_q": queries, "attn_k": keys, "attn_v": keys, "attn_output": hidden}
+            of_layer |= {f"{each}.bias": ([size], kinds.F32) for each, size in sizes.items()}
+            of_layer |= {
+                "post_attention_norm.weight": ([hidden], kinds.F32),
+                "attn_sinks.weight": ([num_heads], kinds.F32),
+                "ffn_gate_inp.bias": ([num_experts], kinds.F32),
+                "ffn_gate_exps.bias": ([num_experts, inner], kinds.F32),
+                "ffn_up_exps.bias": ([num_experts, inner], kinds.F32),
+                "ffn_down_exps.bias": ([num_experts, hidden], kinds.F32),
+            }
+        else:
+            of_layer |= {
+                "ffn_norm.weight": ([hidden], kinds.F32),
+                "attn_q_norm.weight": ([width], kinds.F32),
+                "attn_k_norm.weight": ([width], kinds.F32),
+            }
+        tensors += [(f"blk.{layer}.{each}", *of) for each, of in of_layer.items()]
+    for each, size, kind in tensors:
+        if kind == kinds.F32:
+            writer.add_tensor_info(each, size, np.dtype(np.float32), 4 * math.prod(size))
+        else:
+            block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+            in_bytes = [*size[:-1], size[-1] // block * num_bytes]
+            writer.add_tensor_info(each, in_bytes, np.dtype(np.uint8), math.prod(in_bytes), kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    written: dict[Any, np.ndarray] = {}
+    rng = np.random.default_rng(0)
+    for each, size, kind in tensors:
+        if kind == kinds.F32:
+            is_norm = each.endswith("norm.weight")
+            values = np.ones(size) if is_norm else STD * rng.standard_normal(size)
+            writer.write_tensor_data(values.astype(np.float32))
+            continue
+        if (*size, kind) not in written:
+            written[*size, kind] = _random_blocks(size, kind, len(written))
+        writer.write_tensor_data(written[*size, kind])
+    writer.close()
 
 
 def _gguf_info(name: str, shape: list[int], quantisation: Any) -> tuple[Any, ...]:
@@ -274,8 +399,14 @@ def compiled(engine: Any, directory: Path) -> float:
 
 
 def _of_ours(engine: Any, directory: Path, prompts: dict[int, Tensor], began: float) -> dict[str, Any]:
-    model = MedusaModel(load_for_engine(directory, engine), engine=engine, step="compiled")
-    model.compile()
+    is_mixture = directory.is_file() and any(
+        "expert_count" in key for key in GGUFFile.open(directory).metadata
+    )
+    model = MedusaModel(
+        load_for_engine(directory, engine), engine=engine, step="auto" if is_mixture else "compiled"
+    )
+    if not is_mixture:
+        model.compile()
     found = {
         "load_seconds": time.perf_counter() - began,
         "weights_bytes": sum(packed_bytes(model.engine_base).values()),
@@ -376,6 +507,15 @@ def apart(contender: str, directory: Path, *flags: str) -> Any:
 def prepare(shape: str, directory: Path, contenders: list[str], tokenizer: Path) -> None:
     """Have the files of a shape on disk, and the steps compiled: what is there is left as it is."""
     log = log_console()
+    if shape in MIXTURES:
+        kind = MIXTURES[shape]["kind"]
+        directory.mkdir(parents=True, exist_ok=True)
+        target = directory / f"{kind}.gguf"
+        if not target.exists():
+            log.print(f"writing {target}")
+            with replaced_file(target) as partial:
+                write_mixture(shape, partial)
+        return
     if (directory.is_dir() and not (directory / "config.json").exists()) or not directory.exists():
         log.print(f"writing {directory}")
         write_shape(shape, directory, tokenizer)
@@ -388,6 +528,23 @@ def prepare(shape: str, directory: Path, contenders: list[str], tokenizer: Path)
                 write_gguf(directory, partial, kind)
         if contender in OURS or contender.startswith("file"):
             log.print(f"{shape}, {contender}: compiled in {apart(contender, directory, '--prepare'):.0f} s")
+
+
+def _contenders(shape: str, options: argparse.Namespace) -> list[str]:
+    """Those of the wanted ones that can read a shape, or one of ``--files``, and that are installed."""
+    wanted = options.contenders
+    if shape in MIXTURES:
+        kind = MIXTURES[shape]["kind"]
+        wanted = [each for each in OF_FILES if each.endswith(kind)]
+    elif options.files:
+        wanted = [each for each in wanted if each in OF_FILES] or ["file Q4_K_M"]
+    has_llama_cpp = not llama_cpp_unsupported_reason()
+    return [
+        each
+        for each in wanted
+        if (has_llama_cpp or not each.startswith("llama.cpp"))
+        and (options.llama_bench or not each.startswith("llama-bench"))
+    ]
 
 
 def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -404,7 +561,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1B", "8B"], help="which ones")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=[*SHAPES, *MIXTURES], default=["1B", "8B"], help="which ones"
+    )
     parser.add_argument(
         "--rounds", type=int, help="turns of every contender, by default 2 of 1B, 1 of others"
     )
@@ -439,16 +598,9 @@ def main() -> None:
         print(json.dumps(found))
         return
     log, results = log_console(), {}
-    contenders = [
-        each
-        for each in options.contenders
-        if not each.startswith("llama.cpp") or not llama_cpp_unsupported_reason()
-    ]
-    if options.files:
-        contenders = [each for each in contenders if each in OF_FILES] or ["file Q4_K_M"]
-    contenders = [each for each in contenders if not each.startswith("llama-bench") or options.llama_bench]
     flags = ["--llama-bench", options.llama_bench] if options.llama_bench else []
     for shape in options.files or options.shapes:
+        contenders = _contenders(shape, options)
         directory = Path(base_named(shape)) if options.files else options.directory / shape
         prepare(shape, directory, contenders, options.tokenizer)
         if options.prepare:

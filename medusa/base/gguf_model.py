@@ -340,9 +340,9 @@ def _source_names(file: GGUFFile, model: Any, processor: TensorProcessor) -> dic
         # the map lists the names of many classes, some without the names of the outer modules
         first_number = next((at for at, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
         known = (names.get_name(".".join(parts[start:])) for start in range(first_number + 1))
-        found = next((name + suffix for name in known if name is not None), None)
-        both = () if found is None else (found, f"{found}.weight")  # a file calls sinks a weight too
-        sources.update((target, each) for each in both if each in file.tensors)
+        of_map = next((name + suffix for name in known if name is not None), None)
+        spellings = () if of_map is None else (of_map, f"{of_map}.weight")  # sinks are a weight in files
+        sources.update((target, each) for each in spellings if each in file.tensors)
     return sources
 
 

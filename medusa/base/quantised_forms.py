@@ -192,7 +192,7 @@ def mxfp4_numbers(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def mxfp4_rows(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The same as rows of a GGUF file (out, bytes): a block is its scale and 16 bytes, whose lower halves are
-    its first 16 codes."""
+    """The same as rows of a GGUF file, (out, bytes) uint8: a block is its scale and 16 bytes, whose lower
+    halves are its first 16 codes."""
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
     return torch.cat((scales[..., None], codes[..., :16] | codes[..., 16:] << 4), dim=-1).flatten(1)

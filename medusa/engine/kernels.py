@@ -94,6 +94,7 @@ def kernels_unsupported_reason() -> str | None:
         except (OSError, subprocess.CalledProcessError) as second:
             return f"kernels that can be loaded: {in_a_line(second)}; TMPDIR names another directory"
     torch.library.register_fake("medusa::packed_product", _shape_of_product, allow_override=True)
+    torch.library.register_fake("medusa::expert_products", _shape_of_experts, allow_override=True)
     torch.library.register_fake("medusa::tree_attention", _shape_of_attention, allow_override=True)
     torch.library.register_fake("medusa::quantised_rows", _shape_of_rows, allow_override=True)
     return None
@@ -202,6 +203,18 @@ def _shape_of_product(
     x: Tensor, panels: Tensor, scales: Tensor | None, bias: Tensor | None, width: int
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], width)
+
+
+def _shape_of_experts(
+    x: Tensor,
+    choices: Tensor,
+    panels: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    num_experts: int,
+    width: int,
+) -> Tensor:
+    return x.new_empty(*choices.shape, width)
 
 
 def _shape_of_rows(file_rows: Tensor, ids: Tensor, type: int, width: int) -> Tensor:

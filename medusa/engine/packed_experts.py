@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medusa.base.experts import expert_matrices
-from medusa.engine.kernels import PackedMatmul
+from medusa.base.experts import expert_matrices, shape_of_experts
+from medusa.engine.kernels import PackedMatmul, lanes
 from medusa.engine.rowwise import LOOP_NUMBERS, WHOLE_VECTORS
 
 
@@ -21,82 +21,98 @@ class PackedExperts(nn.Module):
     read.
 
     Args:
-        experts: the module of ``transformers``, in float32 apart from its matrices, which are not read; it
-            keeps its biases, its activation function and its gate.
-        into, out_of: the product of each expert's matrices, biases included.
-        order: (out,) long, the output of ``into`` that each output of the experts is; None where it is the
-            same.
+        experts: the module of ``transformers``, in float32 apart from its matrices, which are not read; its
+            activation function and its gate are used.
+        into, out_of: the matrices of all experts as one, (E * out, in), each expert's outputs padded to whole
+            pairs of panels (:func:`padded_rows`).
+        order: (out,) long, the output of ``into``, of those of an expert, that each output of the experts is.
     """
 
     order: Tensor | None
+    bias_into: Tensor | None
+    bias_out_of: Tensor | None
 
-    def __init__(
-        self,
-        experts: Any,
-        into: Iterable[PackedMatmul],
-        out_of: Iterable[PackedMatmul],
-        order: Tensor | None = None,
-    ):
+    def __init__(self, experts: Any, into: PackedMatmul, out_of: PackedMatmul, order: Tensor | None = None):
         super().__init__()
         self.experts = experts
-        self.into, self.out_of = nn.ModuleList(into), nn.ModuleList(out_of)
-        self.register_buffer("order", order, persistent=False)
+        self.into = into
+        self.out_of = out_of
+        self.num_experts, self.num_outputs, _ = shape_of_experts(experts, expert_matrices(experts)[1])
+        width = into.width // self.num_experts
+        is_same = order is None or torch.equal(order, torch.arange(width))
+        self.register_buffer("order", None if is_same else order, persistent=False)
+        name_into, name_out_of = expert_matrices(experts)
+        self.register_buffer("bias_into", self._bias(name_into, into, order), persistent=False)
+        self.register_buffer("bias_out_of", self._bias(name_out_of, out_of, None), persistent=False)
 
     @classmethod
     def of(cls, experts: Any, int8: bool, release: Callable[[Tensor], Tensor] | None) -> Self:
         """``experts`` over their own matrices; the arguments are those of
         :func:`medusa.engine.views.with_kernels`."""
-        by_matrix = []
+        products = []
         for name in expert_matrices(experts):
             matrices = experts._parameters[name].detach()
-            products = [
-                PackedMatmul([matrix.T if experts.is_transposed else matrix], bias, int8)
-                for matrix, bias in zip(matrices, expert_biases(experts, name), strict=True)
-            ]
-            by_matrix.append(products)
-            if release is not None:
-                replace_matrix(experts, name, release(matrices))
-        into, out_of = by_matrix
-        return cls(experts, into, out_of)
+            rows = padded_rows(matrices.mT if experts.is_transposed else matrices)
+            products.append(PackedMatmul(list(rows), None, int8))
+        into, out_of = products
+        order = torch.arange(shape_of_experts(experts, expert_matrices(experts)[0])[1])
+        packed = cls(experts, into, out_of, order)
+        if release is not None:
+            let_go_of_weights(experts, release)
+        return packed
+
+    def _bias(self, matrix: str, product: PackedMatmul, order: Tensor | None) -> Tensor | None:
+        """The biases beside a matrix as its product adds them, (E * padded out,)."""
+        if not self.experts.has_bias:
+            return None
+        bias = self.experts._parameters[f"{matrix}_bias"].detach()
+        padded = bias.new_zeros(self.num_experts, product.width // self.num_experts)
+        padded[:, torch.arange(bias.shape[1]) if order is None else order] = bias
+        return padded.flatten()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        num_rows, num_choices = top_k_index.shape
-        choices, order = top_k_index.flatten().sort(stable=True)
-        chosen, counts = choices.unique_consecutive(return_counts=True)
-        experts, sizes = chosen.tolist(), counts.tolist()
+        inner = self._products(self.into, hidden_states, top_k_index, self.bias_into)  # (R, K, out)
+        if self.order is not None:
+            inner = inner[..., self.order]
+        outputs = self._products(self.out_of, self._gated(inner), top_k_index, self.bias_out_of)  # (R, K, D)
+        return (outputs[..., : self.num_outputs] * top_k_weights[..., None]).sum(dim=1)
 
-        def products(matrices: nn.ModuleList, rows: Tensor) -> Tensor:
-            parts = zip(experts, rows.split(sizes), strict=True)
-            return torch.cat([matrices[expert](part) for expert, part in parts])
-
-        inner = products(self.into, hidden_states[order // num_choices])
-        by_expert = products(self.out_of, self._gated(inner if self.order is None else inner[:, self.order]))
-        outputs = torch.empty_like(by_expert)
-        outputs[order] = by_expert
-        weighted = outputs.view(num_rows, num_choices, -1) * top_k_weights[..., None]  # (R, K, D)
-        return weighted.sum(dim=1)
+    def _products(self, matrices: PackedMatmul, x: Tensor, choices: Tensor, bias: Tensor | None) -> Tensor:
+        width = matrices.width // self.num_experts
+        return torch.ops.medusa.expert_products(
+            x, choices, matrices.panels, matrices.scales, bias, self.num_experts, width
+        )
 
     def _gated(self, inner: Tensor) -> Tensor:
-        """The activation of rows (R, out), each computed with the same code whatever the others are."""
+        """The activation of rows (R, K, out), each computed with the same code whatever the others are."""
         gate = self.experts._apply_gate if self.experts.has_gate else self.experts.act_fn
-        width = inner.shape[1]
+        rows = inner.flatten(0, 1)
+        width = rows.shape[1]
         at_once = (LOOP_NUMBERS - 1) // width if width % (2 * WHOLE_VECTORS) == 0 else 1
-        if len(inner) <= at_once:
-            return gate(inner)
-        return torch.cat([gate(part) for part in inner.split(max(1, at_once))])
+        if len(rows) > at_once:
+            rows = torch.cat([gate(part) for part in rows.split(max(1, at_once))])
+        else:
+            rows = gate(rows)
+        return rows.view(*inner.shape[:2], -1)
 
 
-def expert_biases(experts: Any, name: str) -> Sequence[Tensor | None]:
-    """The bias of each expert beside its matrix ``name``, (out,); None where they have none."""
-    if experts.has_bias:
-        return list(experts._parameters[f"{name}_bias"].detach())
-    return [None] * len(experts._parameters[name])
+def padded_rows(matrices: Tensor) -> Tensor:
+    """Matrices of experts (E, out, ...) with rows of zeros, so that each has whole pairs of panels."""
+    missing = -matrices.shape[1] % (2 * lanes())
+    if not missing:
+        return matrices
+    zeros = matrices.new_zeros(matrices.shape[0], missing, *matrices.shape[2:])
+    return torch.cat([matrices, zeros], dim=1)
 
 
-def replace_matrix(experts: Any, name: str, weight: Tensor) -> None:
-    """Let go of a matrix of ``experts``, in whose place ``weight`` is from here on."""
-    delattr(experts, name)
-    setattr(experts, name, weight)
+def let_go_of_weights(experts: Any, place_of: Callable[[Tensor], Tensor]) -> None:
+    """Put ``place_of`` each matrix and bias of ``experts`` in its place."""
+    names = expert_matrices(experts)
+    biases = [f"{name}_bias" for name in names] if experts.has_bias else []
+    for name in (*names, *biases):
+        weight = experts._parameters[name].detach()
+        delattr(experts, name)
+        setattr(experts, name, place_of(weight))
 
 
 # ------------------------------------------------------------------ routers

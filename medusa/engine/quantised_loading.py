@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -49,7 +51,7 @@ from medusa.engine.group_quantised import (
 )
 from medusa.engine.held_sizes import check_fits
 from medusa.engine.kernels import PackedMatmul, kernels_unsupported_reason
-from medusa.engine.packed_experts import PackedExperts, expert_biases, replace_matrix
+from medusa.engine.packed_experts import PackedExperts, let_go_of_weights, padded_rows
 from medusa.engine.views import joinable_linears, pack_linears, share_product
 from medusa.options import Engine
 
@@ -62,8 +64,8 @@ ReadsWeight = Callable[[], QuantisedRows | Tensor]
 """Reads the weight of a module: in whole numbers, or as plain numbers (out, in)."""
 
 
-ExpertRows = Iterator["QuantisedRows | Tensor"]
-"""Reads a part of a matrix of experts: the rows (out, in) of one expert after the other."""
+ReadsExperts = Callable[[], QuantisedRows | Tensor]
+"""Reads a part of a matrix of experts: (E, out, bytes) in whole numbers, or (E, out, in)."""
 
 
 def load_quantised(source: BaseSource, engine: Engine) -> CausalLM:
@@ -135,8 +137,8 @@ def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: E
     def reads(layer: QuantisedLayer) -> ReadsWeight:
         return lambda: _weight(directory, layer, modules[layer.name] is head, release, widened)
 
-    by_matrix = {name: [_mxfp4_rows(directory, name, release)] for name in experts}
-    _hold_experts(base, by_matrix, engine != "packed")
+    by_matrix = {name: [partial(_mxfp4_rows, directory, name)] for name in experts}
+    _hold_experts(base, by_matrix, engine != "packed", release)
     by_module = {id(modules[name]): reads(layer) for name, layer in layers.items()}
     rows = None if id(head) in by_module else embedding_rows(head)
     if rows is None:
@@ -194,14 +196,10 @@ def _weight(
     return held
 
 
-def _mxfp4_rows(
-    directory: QuantisedDirectory, matrix: str, release: Callable[[Tensor], Tensor]
-) -> ExpertRows:
-    for blocks, scales in zip(*directory.expert_parts(matrix), strict=True):
-        num_inputs = BLOCK * scales.shape[1]
-        yield QuantisedRows(mxfp4_rows(blocks, scales), MXFP4_TYPE, num_inputs)
-        release(blocks)
-        release(scales)
+def _mxfp4_rows(directory: QuantisedDirectory, matrix: str) -> QuantisedRows:
+    blocks, scales = directory.expert_parts(matrix)
+    rows = mxfp4_rows(blocks.flatten(0, 1), scales.flatten(0, 1))
+    return QuantisedRows(rows.view(*scales.shape[:2], -1), MXFP4_TYPE, BLOCK * scales.shape[2])
 
 
 # ------------------------------------------------------------------ GGUF files
@@ -235,9 +233,9 @@ def _held_file(source: BaseSource, file: GGUFFile, engine: Engine) -> CausalLM:
     rows = None if any(module is head for module, _ in quantised.values()) else embedding_rows(head)
     by_module = {id(module): _given(of_file) for module, of_file in quantised.values()}
     by_matrix = {
-        name: [_expert_rows(file, entry, release) for entry in parts] for name, parts in experts.items()
+        name: [partial(_expert_rows, file, part) for part in parts] for name, parts in experts.items()
     }
-    _hold_experts(base, by_matrix, engine != "packed")
+    _hold_experts(base, by_matrix, engine != "packed", release)
     for parent in list(base.modules()):
         _hold_quantised(parent, by_module, head, engine != "packed", False, release)
     model.check_filled(base, file)
@@ -336,21 +334,16 @@ def _have_products(parts: Sequence[TensorEntry]) -> bool:
     return types <= gguf_types() or types <= {*FLOAT_TYPES}
 
 
-def _expert_rows(file: GGUFFile, entry: TensorEntry, release: Callable[[Tensor], Tensor]) -> ExpertRows:
-    num_experts, _, num_inputs = entry.shape
+def _expert_rows(file: GGUFFile, entry: TensorEntry) -> QuantisedRows | Tensor:
+    num_experts, num_outputs, num_inputs = entry.shape
     if entry.type in FLOAT_TYPES:
-        for matrix in file.plain(entry.name):
-            yield matrix
-            release(matrix)
-        return
-    for rows in file.rows(entry.name).view(num_experts, -1, entry.row_bytes):
-        yield QuantisedRows(rows, entry.type, num_inputs)
-        release(rows)
+        return file.plain(entry.name)
+    return QuantisedRows(file.rows(entry.name).view(num_experts, num_outputs, -1), entry.type, num_inputs)
 
 
 def _say_what_is_widened(others: Mapping[str, TensorEntry]) -> None:
     """Tell of matrices that cannot be held in their own bits, and what they take."""
-    large = [each for each in others.values() if len(each.shape) > 1]
+    large = [each for each in others.values() if len(each.shape) > 1 and type_name(each.type) != "F32"]
     if large:
         kinds = ", ".join(sorted({type_name(each.type) for each in large}))
         log_console().print(
@@ -401,40 +394,48 @@ def _hold_quantised(
 
 def _hold_experts(
     base: CausalLM,
-    matrices: Mapping[str, Sequence[ExpertRows]],
+    matrices: Mapping[str, Sequence[ReadsExperts]],
     in_whole_numbers: bool,
+    release: Callable[[Tensor], Tensor],
 ) -> None:
     """Replace the experts of ``base`` whose matrices are in ``matrices``: of each, by name, its parts."""
     for name, module in list(base.named_modules()):
         if not is_experts(module) or f"{name}.{expert_matrices(module)[0]}" not in matrices:
             continue
         experts: Any = module
-        by_matrix = {}
-        order = None
+        products = []
         for matrix in expert_matrices(experts):
-            parts = matrices[f"{name}.{matrix}"]
-            biases = expert_biases(experts, matrix)
-            if len(parts) > 1:
-                order = order_of_outputs(experts, shape_of_experts(experts, matrix)[1])
-                places = slice(None) if order is None else order.argsort()
-                biases = [None if bias is None else bias[places] for bias in biases]
-            by_matrix[matrix] = [
-                _expert_product(weights, bias, in_whole_numbers)
-                for *weights, bias in zip(*parts, biases, strict=True)
-            ]
-            replace_matrix(experts, matrix, placeholder(experts._parameters[matrix]))
-        into, out_of = by_matrix.values()
+            parts = [reads() for reads in matrices[f"{name}.{matrix}"]]
+            products.append(_expert_product(parts, in_whole_numbers))
+            for part in parts:
+                release(part.rows if isinstance(part, QuantisedRows) else part)
+        into, out_of = products
+        order = _order_in_product(experts, into.width, len(matrices[f"{name}.{expert_matrices(experts)[0]}"]))
         parent, _, last = name.rpartition(".")
         setattr(base.get_submodule(parent), last, PackedExperts(experts, into, out_of, order))
+        let_go_of_weights(experts, placeholder)
 
 
-def _expert_product(
-    weights: Sequence[QuantisedRows | Tensor], bias: Tensor | None, in_whole_numbers: bool
-) -> PackedMatmul:
-    quantised = [weight for weight in weights if isinstance(weight, QuantisedRows)]
+def _expert_product(parts: Sequence[QuantisedRows | Tensor], in_whole_numbers: bool) -> PackedMatmul:
+    """The product with parts of a matrix: the rows of all experts (E, out, bytes), or (E, out, in)."""
+    quantised = [
+        replace(part, rows=padded_rows(part.rows).flatten(0, 1))
+        for part in parts
+        if isinstance(part, QuantisedRows)
+    ]
     if quantised:
-        return GroupQuantisedMatmul(quantised, bias, in_whole_numbers)
-    return PackedMatmul(cast("list[Tensor]", weights), bias)
+        return GroupQuantisedMatmul(quantised, None, in_whole_numbers)
+    floats = [padded_rows(part) for part in parts if isinstance(part, Tensor)]
+    return PackedMatmul([rows for of_expert in zip(*floats, strict=True) for rows in of_expert], None)
+
+
+def _order_in_product(experts: Any, width: int, num_parts: int) -> Tensor:
+    """For each output into an expert its place in the product, which has the padded parts of a matrix one
+    after the other; ``width`` are all outputs of the product."""
+    num_experts, num_outputs, _ = shape_of_experts(experts, expert_matrices(experts)[0])
+    places = torch.arange(width // num_experts).view(num_parts, -1)[:, : num_outputs // num_parts].flatten()
+    order = order_of_outputs(experts, num_outputs) if num_parts > 1 else None
+    return places if order is None else places[order]
 
 
 def _joined(

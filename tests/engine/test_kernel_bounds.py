@@ -79,6 +79,10 @@ GIVEN = {
     "hashed_bits": {"seeds": ids(2), "positions": ids(2, 3), "vocab_size": 5},
     "remember": {"ring": ints(3, 64), "latest": ints(2, 32), "total": 0, "text": ids(9)},
     "packed_product": {"x": reals(2, 40), "panels": None, "scales": None, "bias": reals(24), "width": 24},
+    "expert_products": {  # two rows, each with two of three experts of 32 outputs
+        **{"x": reals(2, 40), "choices": ids(2, 2, value=2), "panels": None, "scales": None},
+        **{"bias": reals(96), "num_experts": 3, "width": 32},
+    },
 }
 """What is right."""
 BEYOND = {
@@ -127,6 +131,17 @@ BEYOND = {
     "hashed_bits": [("seeds", ids(1))],
     "remember": [("text", ids(9, value=2**31)), ("latest", ints(1, 32)), ("total", -1)],
     "packed_product": [("bias", reals(23)), ("scales", reals(23))],
+    "expert_products": [
+        ("choices", ids(2, 2, value=3)),
+        ("choices", ids(2, 2, value=-1)),
+        ("choices", ids(3, 2)),
+        ("x", reals(2, 3, 40)),
+        ("x", reals(2, 37)),
+        ("bias", reals(95)),
+        ("num_experts", 4),
+        ("width", 64),
+        ("width", 33),
+    ],
 }
 """Arguments that are not, one at a time."""
 
@@ -138,6 +153,8 @@ def test_what_lies_beyond_a_tensor_is_refused(operator, name, wrong):
     call, given = getattr(torch.ops.medusa, operator), {**GIVEN[operator]}
     if operator == "packed_product":
         given["panels"] = pack([torch.zeros(24, 40)])[0]
+    if operator == "expert_products":
+        given["panels"] = pack([torch.zeros(96, 40)])[0]
     call(*given.values())
     with pytest.raises(RuntimeError, match="must"):
         call(*{**given, name: wrong}.values())

@@ -54,7 +54,8 @@ def written_in_mxfp4(directory):
     """A GPT-OSS whose experts have four bits a weight, as its own files have them."""
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
     config = GptOssConfig(
-        **{**TEXT, **sizes, "hidden_size": 128, "intermediate_size": 128}, layer_types=["sliding_attention", "full_attention"]
+        **{**TEXT, **sizes, "hidden_size": 128, "intermediate_size": 128},
+        layer_types=["sliding_attention", "full_attention"],
     )
     GptOssForCausalLM(config).bfloat16().save_pretrained(directory)
     tensors = load_file(directory / WEIGHTS)

@@ -17,6 +17,7 @@
 #include <array>
 #include <memory>
 
+#include "group_quantised.h"
 #include "group_weights.h"
 
 namespace medusa {
@@ -58,8 +59,22 @@ struct GroupProduct {
   const float *x, *bias;
   int64_t M, K, N;
   std::array<WholeRows, NUM_FORMS> rows = {};                   // of each form that takes part
-  std::array<std::unique_ptr<float[]>, NUM_FORMS> memory = {};  // where these lie
+  std::array<std::shared_ptr<float[]>, NUM_FORMS> memory = {};  // where these lie
+  Slice slice = {};  // of the outputs of each part
 
+  // The same product of `count` rows, from `first` on.
+  GroupProduct of_rows(int64_t first, int64_t count) const {
+    GroupProduct some = *this;
+    some.x += first * K;
+    some.M = count;
+    for (WholeRows& each : some.rows) {
+      if (!each.numbers) continue;
+      each.numbers += first * each.stride;
+      each.steps += first * each.num_steps;
+      each.corrections += first * each.num_corrections;
+    }
+    return some;
+  }
   bool in_whole_numbers() const { return weights.header->in_whole_numbers; }
 };
 

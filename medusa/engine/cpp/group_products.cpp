@@ -322,26 +322,28 @@ void multiply_pairs_in_vectors(const GroupProduct& product, const Part& part, in
 
 // ---- the pieces
 
-// Bytes of all panels; a range of these is a piece of a product.
-int64_t panel_bytes_of(const GroupWeights& weights) {
+// Bytes of all panels of a product; a range of these is a piece of it.
+int64_t panel_bytes_of(const GroupProduct& product) {
   int64_t total = 0;
-  for (const Part& part : weights) total += 2 * part.num_pairs() * part.panel_bytes();
+  for (const Part& part : product.weights)
+    total += 2 * part.num_pairs() / product.slice.count * part.panel_bytes();
   return total;
 }
 
 // Calls body(part, pair, end, first_column) for the pairs of panels that begin between two bytes; the part's
-// outputs begin at `first_column`.
-template <typename Body> void for_pairs(const GroupWeights& weights, int64_t first, int64_t last, Body body) {
+// pair 0 would begin at `first_column`.
+template <typename Body> void for_pairs(const GroupProduct& product, int64_t first, int64_t last, Body body) {
   int64_t before = 0, column = 0;
-  for (const Part& part : weights) {
-    int64_t size = 2 * part.panel_bytes(), num_pairs = part.num_pairs();
+  for (const Part& part : product.weights) {
+    int64_t size = 2 * part.panel_bytes(), num_pairs = part.num_pairs() / product.slice.count;
+    int64_t skipped = product.slice.index * num_pairs;
     auto pair_from = [&](int64_t bytes) {
-      return std::clamp<int64_t>((bytes - before + size - 1) / size, 0, num_pairs);
+      return skipped + std::clamp<int64_t>((bytes - before + size - 1) / size, 0, num_pairs);
     };
     int64_t from = pair_from(first), to = pair_from(last);
-    if (from < to) body(part, from, to, column);
+    if (from < to) body(part, from, to, column - skipped * 2 * LANES);
     before += num_pairs * size;
-    column += part.num_outputs;
+    column += part.num_outputs / product.slice.count;
   }
 }
 
@@ -352,7 +354,7 @@ void multiply(const GroupProduct& product, int64_t first, int64_t last, const Ta
     multiply_pairs = multiply_pairs_in_float32;
   else if (has_tiles && product.M >= LEAST_ROWS_IN_TILES)
     multiply_pairs = multiply_pairs_in_tiles;
-  for_pairs(product.weights, first, last,
+  for_pairs(product, first, last,
             [&](const Part& part, int64_t pair, int64_t end, int64_t first_column) {
               multiply_pairs(product, part, pair, end, first_column, to);
             });
@@ -373,7 +375,7 @@ struct SharedProduct : Work {
         bias(bias),
         product(std::move(whole)),
         y(y),
-        size(panel_bytes_of(product.weights)) {
+        size(panel_bytes_of(product)) {
     num_pieces = pieces_of(size, 1);
   }
 
@@ -385,7 +387,7 @@ struct SharedProduct : Work {
       from = std::min(from, column + pair * 2 * LANES);
       to = column + std::min(end * 2 * LANES, part.num_outputs);
     };
-    for_pairs(product.weights, first_byte(piece), first_byte(piece + 1), widen);
+    for_pairs(product, first_byte(piece), first_byte(piece + 1), widen);
     return {std::min(from, to), to};
   }
 
@@ -432,6 +434,30 @@ Tensor group_quantised_product(const Tensor& x, const Tensor& bytes, const std::
     to += M * width;
   }
   return y;
+}
+
+void post_group_quantised(const Tensor& x, const Tensor& bytes, const std::optional<Tensor>& bias,
+                          const std::vector<Slice>& slices, const std::vector<int64_t>& counts, float* y,
+                          const Post& post) {
+  GroupWeights weights(bytes);
+  int64_t K = weights.num_inputs();
+  for (const Part& part : weights)
+    for (const Slice& slice : slices)
+      STD_TORCH_CHECK(part.num_outputs % (slice.count * 2 * LANES) == 0,
+                      "slices of weights must be whole pairs of panels");
+  STD_TORCH_CHECK(x.dim() == 2 && x.size(1) == K, "rows must have the width of the weights");
+  GroupProduct whole{weights, numbers<float>(x), nullptr, x.size(0), K, 0};
+  if (whole.in_whole_numbers()) round_rows(whole);
+  int64_t row = 0;
+  for (size_t i = 0; i < slices.size(); i++) {
+    whole.slice = slices[i];
+    whole.N = weights.num_outputs() / slices[i].count;
+    if (bias) whole.bias = numbers<float>(bias) + slices[i].index * whole.N;
+    for (int64_t left = counts[i], M; left; left -= M, row += M) {
+      M = std::min(left, ROWS_AT_ONCE);
+      post(std::make_shared<SharedProduct>(whole.of_rows(row, M), x, bytes, bias, y + row * whole.N));
+    }
+  }
 }
 
 }  // namespace medusa

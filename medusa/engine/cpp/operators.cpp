@@ -21,6 +21,12 @@ Tensor packed_product_in_eager_pass(const Tensor& x, const Tensor& panels, std::
   in_compiled_pass(false);
   return packed_product(x, panels, scales, bias, width);
 }
+Tensor expert_products_in_eager_pass(const Tensor& x, const Tensor& choices, const Tensor& panels,
+                                     std::optional<Tensor> scales, std::optional<Tensor> bias,
+                                     int64_t num_experts, int64_t width) {
+  in_compiled_pass(false);
+  return expert_products(x, choices, panels, scales, bias, num_experts, width);
+}
 Tensor tree_attention_in_eager_pass(const Tensor& query, const Tensor& key, const Tensor& value,
                                     const Tensor& seen, double scale, double cap,
                                     std::optional<Tensor> sinks) {
@@ -34,6 +40,9 @@ Tensor tree_attention_in_eager_pass(const Tensor& query, const Tensor& key, cons
 STABLE_TORCH_LIBRARY(medusa, m) {
   // products and their weights
   m.def("packed_product(Tensor x, Tensor panels, Tensor? scales, Tensor? bias, int width) -> Tensor");
+  m.def(
+      "expert_products(Tensor x, Tensor choices, Tensor panels, Tensor? scales, Tensor? bias,"
+      " int num_experts, int width) -> Tensor");
   m.def("narrowest(Tensor weight) -> int");
   m.def("pack(Tensor weight, Tensor(a!) panels, Tensor(b!)? scales, int row) -> ()");
   m.def("encode_twelve(Tensor weight, Tensor(a!) panels, int row) -> int");
@@ -82,6 +91,7 @@ STABLE_TORCH_LIBRARY(medusa, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
   m.impl("packed_product", TORCH_BOX(&medusa::packed_product_in_eager_pass));
+  m.impl("expert_products", TORCH_BOX(&medusa::expert_products_in_eager_pass));
   m.impl("narrowest", TORCH_BOX(&medusa::narrowest));
   m.impl("pack", TORCH_BOX(&medusa::pack));
   m.impl("encode_twelve", TORCH_BOX(&medusa::encode_twelve));

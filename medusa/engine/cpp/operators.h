@@ -4,6 +4,7 @@
 //   products.cpp -> products_in_vectors.h, of each format: products_of_floats.cpp, products_of_int8.cpp,
 //                   products_of_twelve_bits.cpp; products_in_tiles.cpp
 //   products.cpp -> group_products.cpp (in vectors), group_products_in_tiles.cpp, group_products_in_float32.cpp
+//   expert_products.cpp -> products.cpp, group_products.cpp
 //   all of them  -> threads.cpp, which shares their work out
 
 #pragma once
@@ -17,6 +18,10 @@ namespace medusa {
 // products.cpp
 Tensor packed_product(const Tensor& x, const Tensor& panels, std::optional<Tensor> scales,
                       std::optional<Tensor> bias, int64_t width);
+// expert_products.cpp
+Tensor expert_products(const Tensor& x, const Tensor& choices, const Tensor& panels,
+                       std::optional<Tensor> scales, std::optional<Tensor> bias, int64_t num_experts,
+                       int64_t width);
 // packing.cpp
 int64_t narrowest(const Tensor& weight);
 void pack(const Tensor& weight, const Tensor& panels, const std::optional<Tensor>& scales, int64_t row);

@@ -10,6 +10,7 @@
 
 #pragma once
 
+#include "group_quantised.h"
 #include "number_formats.h"
 #include "scratch.h"
 
@@ -72,6 +73,12 @@ struct Plan {
 template <typename Weight> Plan plan_in_vectors(Product& product, Scratch& scratch);
 // In tile registers for BFloat16, TwelveBits and int8_t, where there are any:
 template <typename Weight> Plan plan_in_tiles(Product& product, Scratch& scratch);
+
+// Posts the product of `count` rows of x, from `row` on, with a slice of N outputs of weights that no file has
+// quantised; results to y.
+void post_product(const Tensor& x, const Tensor& panels, const std::optional<Tensor>& scales,
+                  const std::optional<Tensor>& bias, int64_t N, Slice slice, int64_t row, int64_t count,
+                  float* y, const Post& post);
 
 // Sums of a row become its outputs from `column` on: times their scales, plus their bias.
 void write_outputs(const Product& product, const float* sums, int64_t row, int64_t column, int64_t count);

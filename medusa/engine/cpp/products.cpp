@@ -64,9 +64,11 @@ struct SharedProduct : Work {
   }
 };
 
-// A product with weights of one format; `product` has all but a plan.
+// Posts a product with a slice of weights of one format; `product` has all but a plan, and N outputs of the
+// slice.
 template <typename Weight>
-void multiply(Product product, const Tensor& panels, const std::vector<Tensor>& kept) {
+void multiply(Product product, const Tensor& panels, Slice slice, const std::vector<Tensor>& kept,
+              const Post& post) {
   constexpr bool IS_INT8 = std::is_same_v<Weight, int8_t>;
   constexpr bool IS_TWELVE_BITS = std::is_same_v<Weight, TwelveBits>;
   constexpr bool FITS_TILES = std::is_same_v<Weight, BFloat16> || IS_TWELVE_BITS || IS_INT8;
@@ -75,10 +77,12 @@ void multiply(Product product, const Tensor& panels, const std::vector<Tensor>& 
   bool is_packed = IS_TWELVE_BITS
                        ? has_shape(panels, ScalarType::Byte, {ANY, twelve_bit_panel_bytes(K)})
                        : panels.dim() == 4 && panels.size(2) == LANES && panels.size(3) == per_lane;
-  STD_TORCH_CHECK(is_packed && panels.size(0) == (product.N + LANES - 1) / LANES,
+  int64_t num_panels = (product.N + LANES - 1) / LANES;
+  STD_TORCH_CHECK(is_packed && panels.size(0) == slice.count * num_panels,
                   "panels must be packed for this processor");
   STD_TORCH_CHECK(IS_TWELVE_BITS || panels.size(1) == (K + per_lane - 1) / per_lane,
                   "rows must be float32, of the weight's width");
+  product.panels += slice.index * num_panels * product.panel_bytes;
   int64_t left = product.M;
   int64_t times = in_tiles ? (left + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE : std::min<int64_t>(left, 1);
   for (; times; times--) {
@@ -86,14 +90,14 @@ void multiply(Product product, const Tensor& panels, const std::vector<Tensor>& 
     auto work = std::make_shared<SharedProduct>();
     work->kept = kept;
     work->product = product;
-    work->num_panels = panels.size(0);
+    work->num_panels = num_panels;
 #if defined(HAS_TILES)
     if constexpr (FITS_TILES)
       if (in_tiles) work->plan = plan_in_tiles<Weight>(work->product, work->scratch);
 #endif
     if (!in_tiles) work->plan = plan_in_vectors<Weight>(work->product, work->scratch);
     work->num_pieces = pieces_of(work->units(), work->plan.panels_together * product.panel_bytes);
-    share(std::move(work));
+    post(std::move(work));
     left -= product.M;
     product.x += product.M * K;
     product.y += product.M * product.N;
@@ -101,6 +105,34 @@ void multiply(Product product, const Tensor& panels, const std::vector<Tensor>& 
 }
 
 }  // namespace
+
+void post_product(const Tensor& x, const Tensor& panels, const std::optional<Tensor>& scales,
+                  const std::optional<Tensor>& bias, int64_t N, Slice slice, int64_t row, int64_t count,
+                  float* y, const Post& post) {
+  Product product;
+  product.M = count;
+  product.K = x.size(x.dim() - 1);
+  product.N = product.stride = N;
+  product.x = numbers<float>(x) + row * product.K;
+  product.panels = numbers<char>(panels);
+  product.panel_bytes = panels.size(0) ? panels.numel() * panels.element_size() / panels.size(0) : 0;
+  product.scales = scales ? numbers<float>(scales) + slice.index * N : nullptr;
+  product.bias = bias ? numbers<float>(bias) + slice.index * N : nullptr;
+  product.y = y;
+  std::vector<Tensor> kept{x, panels};
+  for (const auto& each : {scales, bias})
+    if (each) kept.push_back(*each);
+  switch (panels.scalar_type()) {
+    case ScalarType::Float: return multiply<float>(product, panels, slice, kept, post);
+    case ScalarType::BFloat16: return multiply<BFloat16>(product, panels, slice, kept, post);
+    case ScalarType::Half: return multiply<Half>(product, panels, slice, kept, post);
+    case ScalarType::Char: return multiply<int8_t>(product, panels, slice, kept, post);
+    case ScalarType::Byte: return multiply<TwelveBits>(product, panels, slice, kept, post);
+    default:
+      STD_TORCH_CHECK(false,
+                      "panels must be float32, bfloat16, float16, int8, or bytes of twelve bits a weight");
+  }
+}
 
 // x (..., K) float32, panels as product.h says or (P, twelve_bit_panel_bytes) bytes, scales and bias (N,)
 // float32
@@ -118,29 +150,7 @@ Tensor packed_product(const Tensor& given, const Tensor& panels, std::optional<T
   std::vector<int64_t> shape = shape_of(x);
   shape.back() = width;
   Tensor y = new_tensor(shape, ScalarType::Float);
-  Product product;
-  product.M = K ? x.numel() / K : 0;
-  product.K = K;
-  product.N = product.stride = width;
-  product.x = numbers<float>(x);
-  product.panels = numbers<char>(panels);
-  product.panel_bytes = panels.size(0) ? panels.numel() * panels.element_size() / panels.size(0) : 0;
-  product.scales = numbers<float>(scales);
-  product.bias = numbers<float>(bias);
-  product.y = numbers<float>(y);
-  std::vector<Tensor> kept{x, panels};
-  for (const auto& each : {scales, bias})
-    if (each) kept.push_back(*each);
-  switch (panels.scalar_type()) {
-    case ScalarType::Float: multiply<float>(product, panels, kept); break;
-    case ScalarType::BFloat16: multiply<BFloat16>(product, panels, kept); break;
-    case ScalarType::Half: multiply<Half>(product, panels, kept); break;
-    case ScalarType::Char: multiply<int8_t>(product, panels, kept); break;
-    case ScalarType::Byte: multiply<TwelveBits>(product, panels, kept); break;
-    default:
-      STD_TORCH_CHECK(false,
-                      "panels must be float32, bfloat16, float16, int8, or bytes of twelve bits a weight");
-  }
+  post_product(x, panels, scales, bias, width, {}, 0, K ? x.numel() / K : 0, numbers<float>(y), share);
   return y;
 }
 

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <utility>
 
@@ -38,6 +39,8 @@ struct Work {
 
 // Returns when all pieces are published.
 void share(std::shared_ptr<const Work> work);
+// Does or keeps a work that was made.
+using Post = std::function<void(std::shared_ptr<const Work>)>;
 
 // Work that one thread computes at a time, and whose results are written where they belong.
 struct Loop {
