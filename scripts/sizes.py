@@ -399,14 +399,8 @@ def compiled(engine: Any, directory: Path) -> float:
 
 
 def _of_ours(engine: Any, directory: Path, prompts: dict[int, Tensor], began: float) -> dict[str, Any]:
-    is_mixture = directory.is_file() and any(
-        "expert_count" in key for key in GGUFFile.open(directory).metadata
-    )
-    model = MedusaModel(
-        load_for_engine(directory, engine), engine=engine, step="auto" if is_mixture else "compiled"
-    )
-    if not is_mixture:
-        model.compile()
+    model = MedusaModel(load_for_engine(directory, engine), engine=engine, step="compiled")
+    model.compile()
     found = {
         "load_seconds": time.perf_counter() - began,
         "weights_bytes": sum(packed_bytes(model.engine_base).values()),
@@ -508,15 +502,13 @@ def prepare(shape: str, directory: Path, contenders: list[str], tokenizer: Path)
     """Have the files of a shape on disk, and the steps compiled: what is there is left as it is."""
     log = log_console()
     if shape in MIXTURES:
-        kind = MIXTURES[shape]["kind"]
         directory.mkdir(parents=True, exist_ok=True)
-        target = directory / f"{kind}.gguf"
-        if not target.exists():
-            log.print(f"writing {target}")
-            with replaced_file(target) as partial:
-                write_mixture(shape, partial)
-        return
-    if (directory.is_dir() and not (directory / "config.json").exists()) or not directory.exists():
+        for target in {_file_of(each, directory) for each in contenders}:
+            if not target.exists():
+                log.print(f"writing {target}")
+                with replaced_file(target) as partial:
+                    write_mixture(shape, partial)
+    elif (directory.is_dir() and not (directory / "config.json").exists()) or not directory.exists():
         log.print(f"writing {directory}")
         write_shape(shape, directory, tokenizer)
     for contender in contenders:

@@ -59,11 +59,13 @@ def layers_unsupported_reason(view: CausalLM) -> str | None:
         return f"attention that the kernels compute, got {config._attn_implementation!r}"
     layers = decoder_layers(view)
     modules = list(layers.modules())
-    has_experts = any(isinstance(module, PackedExperts) for module in modules)
-    if has_experts or any(weight.dim() > 2 for weight in layers.parameters()):
-        return "layers without experts, which are chosen by numbers that no library asks for"
+    experts = [module for module in modules if isinstance(module, PackedExperts)]
+    packed = {id(weight) for each in experts for weight in each.experts.parameters()}
+    if any(weight.dim() > 2 and id(weight) not in packed for weight in layers.parameters()):
+        return "experts in a form that the kernels compute"
     widths = [len(module.weight) for module in modules if isinstance(module, JoinedLinear)]
     widths += [module.width for module in modules if isinstance(module, PackedMatmul)]
+    widths += [each.out_of.num_inputs for each in experts]
     odd = [width for width in widths if width % VECTOR]
     return f"widths that are multiples of {VECTOR}, got {odd[0]}" if odd else None
 

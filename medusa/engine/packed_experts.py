@@ -86,6 +86,8 @@ class PackedExperts(nn.Module):
     def _gated(self, inner: Tensor) -> Tensor:
         """The activation of rows (R, K, out), each computed with the same code whatever the others are."""
         gate = self.experts._apply_gate if self.experts.has_gate else self.experts.act_fn
+        if torch.compiler.is_exporting():  # one thread runs the loops, over whole vectors
+            return gate(inner)
         rows = inner.flatten(0, 1)
         width = rows.shape[1]
         at_once = (LOOP_NUMBERS - 1) // width if width % (2 * WHOLE_VECTORS) == 0 else 1
@@ -119,16 +121,16 @@ def let_go_of_weights(experts: Any, place_of: Callable[[Tensor], Tensor]) -> Non
 
 
 class RouterWeight(Tensor):
-    """The weight of a router (E, D) in the kernels' form, as the router reads it: ``F.linear`` with it is
-    their product, whose bits for a row depend on that row alone. It has no numbers of its own."""
+    """The weight of a router (E, D) as the router reads it: ``F.linear`` with it is ``product``, whose bits
+    for a row depend on that row alone. It has no numbers of its own."""
 
     product: PackedMatmul
 
     @classmethod
-    def of(cls, weight: Tensor, place: Tensor) -> RouterWeight:
-        """``weight`` in float32; ``place`` has its shape and type, and takes no memory."""
+    def of(cls, product: PackedMatmul, place: Tensor) -> RouterWeight:
+        """``place`` has the shape and the type of the weight."""
         packed: RouterWeight = place.as_subclass(cls)
-        packed.product = PackedMatmul([weight.detach()], None)
+        packed.product = product
         return packed
 
     @classmethod
@@ -158,6 +160,7 @@ def pack_router(block: nn.Module, place_of: Callable[[Tensor], Tensor]) -> None:
         weight = child._parameters.get("weight")
         if weight is None or weight.dim() != 2 or isinstance(child, (nn.Linear, nn.Embedding, PackedMatmul)):
             continue
-        packed = RouterWeight.of(weight, place_of(weight))
+        child.product = PackedMatmul([weight.detach()], None)
+        packed = RouterWeight.of(child.product, place_of(weight))
         del child.weight
         child.register_buffer("weight", packed, persistent=False)

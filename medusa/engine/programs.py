@@ -24,8 +24,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from medusa.base.experts import is_experts
 from medusa.engine.kernels import PackedMatmul, source_text
 from medusa.engine.libraries import LibraryError, check_library, compile_library, digest_of, kept_library
+from medusa.engine.packed_experts import RouterWeight
 from medusa.engine.views import JoinedLinear
 
 VERSION = 10
@@ -38,6 +40,7 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
     for prefix, part in module.named_modules():
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             is_shown = isinstance(part, JoinedLinear) or (isinstance(part, PackedMatmul) and name == "weight")
+            is_shown |= isinstance(tensor, RouterWeight) or is_experts(part)
             if tensor is not None and not is_shown:
                 weights[f"{prefix}.{name}" if prefix else name] = tensor.detach()
     return weights
@@ -217,6 +220,10 @@ def _compiled_in(exported: torch.export.ExportedProgram, directory: Path) -> Pat
             torch.ops.medusa.packed_product.default: [
                 "AOTITorchError aoti_torch_cpu_packed_product(AtenTensorHandle, AtenTensorHandle, "
                 "AtenTensorHandle*, AtenTensorHandle*, int64_t, AtenTensorHandle*)"
+            ],
+            torch.ops.medusa.expert_products.default: [
+                "AOTITorchError aoti_torch_cpu_expert_products(AtenTensorHandle, AtenTensorHandle, "
+                "AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle*, int64_t, int64_t, AtenTensorHandle*)"
             ],
             torch.ops.medusa.quantised_rows.default: [
                 "AOTITorchError aoti_torch_cpu_quantised_rows(AtenTensorHandle, AtenTensorHandle, int64_t, "

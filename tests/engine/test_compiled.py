@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import GROUPED, VOCAB_SIZE, left_padded, needs_kernels, needs_newest, random_prompts, tiny_model
-from transformers import DogeConfig, DogeForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DogeConfig,
+    DogeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.assets import cache_home
@@ -150,6 +159,24 @@ def test_compiled_passes_are_exact_kept_and_serve_other_weights(capsys, monkeypa
     torch.testing.assert_close(*given, atol=1e-4, rtol=1e-4)
 
 
+MIXTURES = {
+    "experts": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**GROUPED, num_experts=16, num_experts_per_tok=3, moe_intermediate_size=48)
+    ),
+    "experts with biases": lambda: GptOssForCausalLM(
+        GptOssConfig(**GROUPED, num_local_experts=16, num_experts_per_tok=3, sliding_window=8)
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["packed", "int8"])
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_compiled_passes_of_mixtures_are_exact(kind, engine):
+    torch.manual_seed(7)
+    check_a_view(engine, MIXTURES[kind]().eval())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["packed", "int8"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "mistral-sliding", "gpt-neox", "phi"])
@@ -238,7 +265,7 @@ def test_a_failed_compilation_leaves_nothing_behind(monkeypatch):
 NO_KERNEL = pytest.param("attention", marks=needs_newest)
 
 
-@pytest.mark.parametrize("what", ["compiler", NO_KERNEL, "experts", "width"])
+@pytest.mark.parametrize("what", ["compiler", NO_KERNEL, "routers", "width"])
 def test_what_cannot_be_compiled_is_refused_with_the_reason(monkeypatch, what):
     base = copy.deepcopy(tiny_model("llama"))
     if what == "compiler":
@@ -248,9 +275,9 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(monkeypatch, what):
     elif what == "attention":
         base = DogeForCausalLM(DogeConfig(**GROUPED)).eval()
         reason = "step='compiled' needs attention that the kernels compute, got 'sdpa'"
-    elif what == "experts":
+    elif what == "routers":
         base = tiny_model("mixtral-moe")
-        reason = "step='compiled' needs layers without experts"
+        reason = "step='compiled' needs widths that are multiples of 16, got 4"
     else:
         base = LlamaForCausalLM(LlamaConfig(**{**GROUPED, "intermediate_size": 40})).eval()
         assert "multiples of 16, got 40" in str(layers_unsupported_reason(apply_engine(base, "packed")))

@@ -71,7 +71,7 @@ def test_no_rows_have_no_products():
 def test_a_router_reads_its_weight_through_the_kernels_and_nothing_else_does():
     torch.manual_seed(0)
     weight, bias, x = torch.randn(32, 64), torch.randn(32), torch.randn(7, 64)
-    packed = RouterWeight.of(weight, torch.full((), torch.nan).expand(weight.shape))
+    packed = RouterWeight.of(PackedMatmul([weight], None), torch.full((), torch.nan).expand(weight.shape))
     scores = nn.functional.linear(x, packed, bias)
     torch.testing.assert_close(scores, x @ weight.T + bias)
     assert type(scores) is torch.Tensor

@@ -160,6 +160,16 @@ AOTITorchError aoti_torch_cpu_packed_product(AtenTensorHandle x, AtenTensorHandl
     return medusa::packed_product(borrowed(x), borrowed(panels), borrowed(scales), borrowed(bias), width);
   });
 }
+AOTITorchError aoti_torch_cpu_expert_products(AtenTensorHandle x, AtenTensorHandle choices,
+                                              AtenTensorHandle panels, AtenTensorHandle* scales,
+                                              AtenTensorHandle* bias, int64_t num_experts, int64_t width,
+                                              AtenTensorHandle* to) {
+  using medusa::borrowed;
+  return medusa::handed_out(to, [&] {
+    return medusa::expert_products(borrowed(x), borrowed(choices), borrowed(panels), borrowed(scales),
+                                   borrowed(bias), num_experts, width);
+  });
+}
 AOTITorchError aoti_torch_cpu_tree_attention(AtenTensorHandle query, AtenTensorHandle key,
                                              AtenTensorHandle value, AtenTensorHandle seen, double scale,
                                              double cap, AtenTensorHandle* sinks, AtenTensorHandle* to) {
