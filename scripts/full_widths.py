@@ -101,6 +101,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
     "SmolLM3 3B": _family("smollm3", 2048, 11008, 16, 4, 128256, True, no_rope_layers=[1, 0], **_QWEN),
     "Mistral 7B": _family("mistral", 4096, 14336, 32, 8, 32768, False, sliding_window=None),
+    "Qwen3 30B-A3B": _family(
+        "qwen3_moe", 2048, 768, 32, 4, 151936, False, head_dim=128, num_experts=128, num_experts_per_tok=8,
+        moe_intermediate_size=768, norm_topk_prob=True, **_QWEN,
+    ),
+    "gpt-oss 20B": _family(
+        "gpt_oss", 2880, 2880, 64, 8, 201088, False, head_dim=64, num_local_experts=32, num_experts_per_tok=4,
+        sliding_window=128, layer_types=["sliding_attention", "full_attention"],
+    ),
 }  # fmt: skip
 """Widths as the families' own configurations give them."""
 

@@ -49,6 +49,7 @@ from medusa.base.gguf_file import GGUFFile
 from medusa.console import log_console
 from medusa.engine.kernels import PackedMatmul
 from medusa.engine.loading import load_for_engine
+from medusa.engine.packed_experts import PackedExperts
 from medusa.engine.views import packed_bytes
 from medusa.files import replaced_file
 from medusa.measurement.llama_cpp import LlamaCpp, llama_cpp_unsupported_reason
@@ -419,17 +420,29 @@ def _of_ours(engine: Any, directory: Path, prompts: dict[int, Tensor], began: fl
 
 
 def _products_ms(runner: Any) -> dict[str, float]:
-    """Milliseconds of all matrix products of a pass, by its rows: medians of trials in turns."""
-    products = [each for each in runner.modules() if isinstance(each, PackedMatmul)]
+    """Milliseconds of all matrix products of a pass, by its rows: medians of trials in turns. Each row of a
+    mixture chooses experts of its own."""
+    experts = [each for each in runner.modules() if isinstance(each, PackedExperts)]
+    of_experts = {matrix for each in experts for matrix in each.children()}
+    products = [
+        each for each in runner.modules() if isinstance(each, PackedMatmul) and each not in of_experts
+    ]
     inputs = {
-        (rows, each.num_inputs): torch.randn(rows, each.num_inputs) for rows in ROWS for each in products
+        (rows, each.num_inputs): torch.randn(rows, each.num_inputs)
+        for rows in ROWS
+        for each in (*products, *(each.into for each in experts))
     }
+    num_chosen = getattr(runner.config, "num_experts_per_tok", 0)
     times: dict[int, list[float]] = {rows: [] for rows in ROWS}
-    for _ in range(9):
+    for trial in range(9):
+        torch.manual_seed(trial)
         for rows in ROWS:
+            choices = [torch.rand(rows, each.num_experts).topk(num_chosen).indices for each in experts]
             before = time.perf_counter()
-            for each in products:
-                each(inputs[rows, each.num_inputs])
+            for product in products:
+                product(inputs[rows, product.num_inputs])
+            for each, chosen in zip(experts, choices, strict=True):
+                each(inputs[rows, each.into.num_inputs], chosen, torch.ones(chosen.shape))
             times[rows].append(1000 * (time.perf_counter() - before))
     return {str(rows): statistics.median(each) for rows, each in times.items()}
 

@@ -414,7 +414,8 @@ class QuantisedDirectory:
         sizes: Counter[str] = Counter()
         for name, stored in self.tensors.items():
             is_quantised = self._form_of(name.rpartition(".")[0]) and not name.endswith(".bias")
-            sizes["quantised layers" if is_quantised else stored.dtype] += stored.num_bytes
+            kind = "quantised layers" if is_quantised else stored.dtype
+            sizes["experts" if name.endswith(EXPERT_PARTS) else kind] += stored.num_bytes
         content = ", ".join(f"{megabytes(size)} of {name}" for name, size in sizes.most_common())
         return f"{self._form}: {content}"
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from medusa import CandidateTree, MedusaModel
-from medusa.base.loading import find_base
+from medusa.base.loading import find_base, quantised_directory
 from medusa.base.recurrent import is_recurrent
 from medusa.base.text_part import auto_class
 from medusa.engine import held_sizes, loading, quantised_loading
@@ -69,6 +69,17 @@ def written_in_mxfp4(directory):
     settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (directory / "config.json").write_text(json.dumps(settings))
     return directory
+
+
+def test_experts_that_are_not_whole_are_refused_by_name(tmp_path):
+    tensors = load_file(written_in_mxfp4(tmp_path) / WEIGHTS)
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    for scales in (tensors[name][:, :, :1].clone(), None):
+        changed = {**tensors, name: scales}
+        save_file({key: each for key, each in changed.items() if each is not None}, tmp_path / WEIGHTS)
+        with pytest.raises(ValueError, match=rf"{name}' must have shape \(4, 128, 4\)"):
+            MedusaModel.from_pretrained(tmp_path)
+    assert "experts" in quantised_directory(find_base(tmp_path)).described
 
 
 def theirs(path):
