@@ -537,12 +537,14 @@ def prepare(shape: str, directory: Path, contenders: list[str], tokenizer: Path)
 
 def _contenders(shape: str, options: argparse.Namespace) -> list[str]:
     """Those of the wanted ones that can read a shape, or one of ``--files``, and that are installed."""
-    wanted = options.contenders
     if shape in MIXTURES:
-        kind = MIXTURES[shape]["kind"]
-        wanted = [each for each in OF_FILES if each.endswith(kind)]
+        able = [each for each in OF_FILES if each.endswith(MIXTURES[shape]["kind"])]
+        default = able
     elif options.files:
-        wanted = [each for each in wanted if each in OF_FILES] or ["file Q4_K_M"]
+        able, default = list(OF_FILES), ["file Q4_K_M"]
+    else:
+        able, default = [*OURS, *THEIRS, *OF_FILES], [*OURS, *THEIRS]
+    wanted = [each for each in options.contenders or default if each in able]
     has_llama_cpp = not llama_cpp_unsupported_reason()
     return [
         each
@@ -575,7 +577,10 @@ def main() -> None:
     parser.add_argument("--prepare", action="store_true", help="write and compile, and measure nothing")
     parser.add_argument("--directory", type=Path, default=Path("runs/shapes"), help="where the models lie")
     parser.add_argument(
-        "--contenders", nargs="+", choices=(*OURS, *THEIRS, *OF_FILES), default=(*OURS, *THEIRS)
+        "--contenders",
+        nargs="+",
+        choices=(*OURS, *THEIRS, *OF_FILES),
+        help="by default those of the models as they were published; of files and mixtures those of files",
     )
     parser.add_argument(
         "--files",

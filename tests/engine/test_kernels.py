@@ -628,7 +628,8 @@ def test_tile_registers_give_what_vectors_give_where_they_are_only_arrays():
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_quantised_weights_hold_on_every_processor(level):
-    passed_elsewhere(level, "-O2", tests=("tests/engine/test_group_quantised.py",))
+    files = "tests/engine/test_group_quantised.py", "tests/engine/test_packed_experts.py"
+    passed_elsewhere(level, "-O2", tests=files)
 
 
 @needs_kernels
@@ -645,7 +646,7 @@ def test_no_kernel_reads_or_writes_beside_its_memory(level):
     sanitizers = "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
     rooms = (
         *("engine/test_kernels", "engine/test_kernel_bounds", "engine/test_group_quantised"),
-        "drafters/test_kernel_drafts",
+        *("engine/test_packed_experts", "drafters/test_kernel_drafts"),
     )
     tests = *(f"tests/{name}.py" for name in (*rooms, "drafters/test_references")), "-m", "not slow"
     environment = {"LD_PRELOAD": " ".join(preloaded), "ASAN_OPTIONS": "detect_leaks=0"}
