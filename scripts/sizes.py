@@ -279,6 +279,9 @@ def write_mixture(name: str, target: Path) -> None:
     writer.add_tokenizer_model("none")
     if is_gpt:
         writer.add_sliding_window(128)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(32.0)
+        writer.add_rope_scaling_orig_ctx_len(4096)
     kinds = gguf.GGMLQuantizationType
     most, finer = (kinds.Q8_0, kinds.Q8_0) if is_gpt else (kinds.Q4_K, kinds.Q6_K)
     of_experts = kinds.MXFP4 if is_gpt else most
@@ -611,6 +614,8 @@ def main() -> None:
     flags = ["--llama-bench", options.llama_bench] if options.llama_bench else []
     for shape in options.files or options.shapes:
         contenders = _contenders(shape, options)
+        if not contenders:
+            parser.error(f"none of {', '.join(options.contenders)} is here and can read {shape}")
         directory = Path(base_named(shape)) if options.files else options.directory / shape
         prepare(shape, directory, contenders, options.tokenizer)
         if options.prepare:

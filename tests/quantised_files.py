@@ -87,6 +87,10 @@ def write_model(
         writer.add_value_length(width)
     if architecture in ("gemma3", "gpt-oss"):
         writer.add_sliding_window(32)
+    if architecture == "gpt-oss":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(16.0)
+        writer.add_rope_scaling_orig_ctx_len(32)
     _add_tokenizer(writer)
     for key, value in metadata.items():
         getattr(writer, f"add_{key}")(value)

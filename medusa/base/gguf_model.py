@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,22 @@ PLAIN_SPLITS = frozenset({None, "default", "gpt-2"})
 BLOCK_NUMBER = re.compile(r"\.(\d+)\.")
 """The number of a layer in the name of a module."""
 SIZES = {
-    "attention.key_length": "head_dim",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "qwen2moe": {
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+    "qwen3moe": {"expert_feed_forward_length": "moe_intermediate_size"},
+    "gpt-oss": {"attention.key_length": "head_dim"},
 }
-"""Sizes that ``transformers`` takes from few files, by their keys there, as a configuration has them."""
+"""Sizes that ``transformers`` does not take from files of an architecture, by their keys there, as its
+configuration has them."""
+YARN_APART = "gpt-oss"
+"""The architecture whose scaling of rotary angles ``transformers`` reads wrong: the lengths of keys in place
+of their values (5.24)."""
+YARN = {
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+}
 DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell"})
 """Names of splits that take digits one by one, and the rest as GPT-2."""
 
@@ -80,10 +91,13 @@ def gguf_config(file: GGUFFile) -> PreTrainedConfig:
     """
     _check_sizes(file)
     config = _config_of(file)
-    for key, name in SIZES.items():
-        size = file.metadata.get(f"{file.architecture}.{key}")
-        if size is not None and hasattr(config, name):
-            setattr(config, name, size)
+    for key, name in SIZES.get(file.architecture, {}).items():
+        if f"{file.architecture}.{key}" in file.metadata:
+            setattr(config, name, file.metadata[f"{file.architecture}.{key}"])
+    if file.architecture == YARN_APART:
+        scaling = {name: file.metadata.get(f"{file.architecture}.{key}") for key, name in YARN.items()}
+        known = {name: value for name, value in scaling.items() if value is not None}
+        config.rope_parameters = {**config.rope_parameters, **known}
     return config
 
 
@@ -141,6 +155,8 @@ def _write_metadata(file: GGUFFile, path: Path) -> None:
     size_key = f"{file.architecture}.vocab_size"
     for key, value in file.metadata.items():
         if key == "general.architecture" or key.startswith(("tokenizer.ggml.token", "tokenizer.ggml.merges")):
+            continue
+        if key.startswith(f"{YARN_APART}.rope.scaling."):
             continue
         if key.startswith("tokenizer.") and isinstance(value, list):
             continue
@@ -419,6 +435,11 @@ def fill(model: Any, file: GGUFFile, weights: Mapping[str, NamedWeight], dtype: 
         if name not in weights:
             continue
         weight = weights[name]
+        if len({file.tensors[source].shape for source in weight.sources}) > 1:
+            raise ValueError(
+                f"{file.path}: tensors {' and '.join(weight.sources)} must have one shape; copy or download "
+                "the file again"
+            )
         numbers = weight.convert(*(file.floats(source).numpy() for source in weight.sources))
         values = torch.from_numpy(np.ascontiguousarray(numbers)).to(dtype)
         if values.shape != parameter.shape:
@@ -430,9 +451,9 @@ def fill(model: Any, file: GGUFFile, weights: Mapping[str, NamedWeight], dtype: 
         setattr(model.get_submodule(owner), last, torch.nn.Parameter(values, requires_grad=False))
 
 
-def check_filled(model: Any, file: GGUFFile) -> None:
-    """Raise ValueError where a parameter of ``model`` has no numbers yet."""
-    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+def check_filled(model: Any, file: GGUFFile, held: Collection[str] = ()) -> None:
+    """Raise ValueError where a parameter of ``model`` has no numbers yet and is none of ``held``."""
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta and name not in held]
     if missing:
         raise ValueError(
             f"{file.path} must have a tensor for {missing[0]!r} ({len(missing)} in all), and has none"

@@ -151,10 +151,12 @@ class QuantisedDirectory:
         """
         matrices = {}
         for name, module in model.named_modules():
-            for matrix in expert_matrices(module) if is_experts(module) else ():
+            names = expert_matrices(module) if is_experts(module) else ()
+            quantised = [each for each in names if f"{name}.{each}{EXPERT_PARTS[0]}" in self.tensors]
+            if quantised and len(quantised) < len(names):
+                raise self._refused(f"of {name!r} only {quantised[0]} is in MXFP4")
+            for matrix in quantised:
                 full_name = f"{name}.{matrix}"
-                if f"{full_name}{EXPERT_PARTS[0]}" not in self.tensors:
-                    continue
                 num_experts, num_outputs, num_inputs = shape = shape_of_experts(module, matrix)
                 groups = (num_experts, num_outputs, num_inputs // BLOCK)
                 for part, expected in zip(EXPERT_PARTS, ((*groups, BLOCK // 2), groups), strict=True):

@@ -67,7 +67,8 @@ class HeldSizes:
             for name in expert_matrices(experts):
                 weight = experts._parameters[name]
                 num_experts, num_outputs, num_inputs = shape_of_experts(experts, name)
-                products += [(dtype_of(weight), num_outputs, num_inputs)] * num_experts
+                padded = -(-num_outputs // (2 * lanes())) * 2 * lanes()
+                products.append((dtype_of(weight), num_experts * padded, num_inputs))
                 packed.add(id(weight))
         rows = {id(module.weight): module.weight for module in model.modules() if is_lookup(module)}
         parameters = list(model.parameters())

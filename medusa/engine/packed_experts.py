@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -122,7 +123,7 @@ def let_go_of_weights(experts: Any, place_of: Callable[[Tensor], Tensor]) -> Non
 
 class RouterWeight(Tensor):
     """The weight of a router (E, D) as the router reads it: ``F.linear`` with it is ``product``, whose bits
-    for a row depend on that row alone. It has no numbers of its own."""
+    for a row depend on that row alone. Nothing else may read its numbers."""
 
     product: PackedMatmul
 
@@ -133,6 +134,12 @@ class RouterWeight(Tensor):
         packed.product = product
         return packed
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RouterWeight:
+        if id(self) not in memo:
+            place = self.as_subclass(Tensor).detach()
+            memo[id(self)] = RouterWeight.of(copy.deepcopy(self.product, memo), place)
+        return cast(RouterWeight, memo[id(self)])
+
     @classmethod
     def __torch_function__(
         cls,
@@ -141,15 +148,21 @@ class RouterWeight(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is F.linear and isinstance(args[1], cls):
-            scores = args[1].product(args[0])
-            bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
-            return scores if bias is None else scores + bias
-        is_widening = func is Tensor.float or (func in (Tensor.type, Tensor.to) and torch.float32 in args)
+        named = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs or {})
+        if func is F.linear and isinstance(named["weight"], cls):
+            scores = named["weight"].product(named["input"])
+            return scores if named.get("bias") is None else scores + named["bias"]
+        others = (*args[1:], *(kwargs or {}).values())
+        is_widening = func is Tensor.float or (func in (Tensor.type, Tensor.to) and torch.float32 in others)
         if is_widening and isinstance(args[0], cls):
             return args[0]  # it is float32 already
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs or {})
+
+
+def is_router(module: nn.Module) -> bool:
+    """Whether the kernels compute the scores of ``module``."""
+    return isinstance(module._buffers.get("weight"), RouterWeight)
 
 
 def pack_router(block: nn.Module, place_of: Callable[[Tensor], Tensor]) -> None:

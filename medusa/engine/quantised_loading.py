@@ -61,11 +61,8 @@ if TYPE_CHECKING:
 MXFP4_TYPE = 39
 """As GGUF numbers it."""
 ReadsWeight = Callable[[], QuantisedRows | Tensor]
-"""Reads the weight of a module: in whole numbers, or as plain numbers (out, in)."""
-
-
-ReadsExperts = Callable[[], QuantisedRows | Tensor]
-"""Reads a part of a matrix of experts: (E, out, bytes) in whole numbers, or (E, out, in)."""
+"""Reads the weight of a module: in whole numbers, or as plain numbers (out, in). Experts are read together:
+(E, out, bytes), or (E, out, in)."""
 
 
 def load_quantised(source: BaseSource, engine: Engine) -> CausalLM:
@@ -228,6 +225,7 @@ def _held_file(source: BaseSource, file: GGUFFile, engine: Engine) -> CausalLM:
     model.fill(base, file, rest, torch.float32)
     if source.config.get_text_config(decoder=True).tie_word_embeddings:
         base.tie_weights()
+    model.check_filled(base, file, in_place)
     release = released_pages()
     head = lm_head(base)
     rows = None if any(module is head for module, _ in quantised.values()) else embedding_rows(head)
@@ -238,7 +236,6 @@ def _held_file(source: BaseSource, file: GGUFFile, engine: Engine) -> CausalLM:
     _hold_experts(base, by_matrix, engine != "packed", release)
     for parent in list(base.modules()):
         _hold_quantised(parent, by_module, head, engine != "packed", False, release)
-    model.check_filled(base, file)
     return packed_rest(base, False, rows, release)
 
 
@@ -394,7 +391,7 @@ def _hold_quantised(
 
 def _hold_experts(
     base: CausalLM,
-    matrices: Mapping[str, Sequence[ReadsExperts]],
+    matrices: Mapping[str, Sequence[ReadsWeight]],
     in_whole_numbers: bool,
     release: Callable[[Tensor], Tensor],
 ) -> None:

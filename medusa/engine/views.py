@@ -22,7 +22,7 @@ from medusa.engine.kernels import (
     kernels_unsupported_reason,
     narrowest_dtype,
 )
-from medusa.engine.packed_experts import PackedExperts, pack_router
+from medusa.engine.packed_experts import PackedExperts, is_router, pack_router
 from medusa.engine.rowwise import RowwiseActivation
 from medusa.engine.snapshot import alteration_of
 
@@ -53,7 +53,7 @@ def with_kernels(model: CausalLM, int8: bool, release: Callable[[Tensor], Tensor
         pack_linears(parent, int8, release)
         for name, child in list(parent.named_children()):
             norm = in_place_norm(child)
-            if isinstance(child, PackedMatmul) and int8 and not child.is_int8:
+            if isinstance(child, PackedMatmul) and int8 and not (child.is_int8 or is_router(parent)):
                 setattr(parent, name, child.rounded())
                 if isinstance(parent, JoinedLinear):
                     parent.share(parent.product)

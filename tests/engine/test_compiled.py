@@ -172,7 +172,8 @@ MIXTURES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["packed", "int8"])
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_compiled_passes_of_mixtures_are_exact(kind, engine):
+def test_compiled_passes_of_mixtures_are_exact(kind, engine, monkeypatch):
+    monkeypatch.setattr(pass_parts, "MOST_TOGETHER", 1)  # one library serves two layers, of other routers
     torch.manual_seed(7)
     check_a_view(engine, MIXTURES[kind]().eval())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from medusa.engine.group_quantised import GroupQuantisedMatmul, QuantisedRows
 from medusa.engine.kernels import kernels_unsupported_reason, pack
 
 pytestmark = pytest.mark.skipif(
@@ -28,6 +29,12 @@ def reals(*shape: int) -> torch.Tensor:
 
 def flags(*shape: int) -> torch.Tensor:
     return torch.ones(shape, dtype=torch.bool)
+
+
+def quantised_panels(num_rows: int) -> torch.Tensor:
+    """Packed rows of Q8_0 with 64 inputs: of another number than is asked for."""
+    rows = torch.zeros(num_rows, 68, dtype=torch.uint8)
+    return GroupQuantisedMatmul([QuantisedRows(rows, 8, 64)], None, True).panels
 
 
 GIVEN = {
@@ -80,7 +87,7 @@ GIVEN = {
     "remember": {"ring": ints(3, 64), "latest": ints(2, 32), "total": 0, "text": ids(9)},
     "packed_product": {"x": reals(2, 40), "panels": None, "scales": None, "bias": reals(24), "width": 24},
     "expert_products": {  # two rows, each with two of three experts of 32 outputs
-        **{"x": reals(2, 40), "choices": ids(2, 2, value=2), "panels": None, "scales": None},
+        **{"x": reals(2, 64), "choices": ids(2, 2, value=2), "panels": None, "scales": None},
         **{"bias": reals(96), "num_experts": 3, "width": 32},
     },
 }
@@ -135,10 +142,11 @@ BEYOND = {
         ("choices", ids(2, 2, value=3)),
         ("choices", ids(2, 2, value=-1)),
         ("choices", ids(3, 2)),
-        ("x", reals(2, 3, 40)),
-        ("x", reals(2, 37)),
+        ("x", reals(2, 3, 64)),
+        ("x", reals(2, 61)),
         ("bias", reals(95)),
         ("num_experts", 4),
+        ("panels", quantised_panels(128)),
         ("width", 64),
         ("width", 33),
     ],
@@ -154,7 +162,7 @@ def test_what_lies_beyond_a_tensor_is_refused(operator, name, wrong):
     if operator == "packed_product":
         given["panels"] = pack([torch.zeros(24, 40)])[0]
     if operator == "expert_products":
-        given["panels"] = pack([torch.zeros(96, 40)])[0]
+        given["panels"] = pack([torch.zeros(96, 64)])[0]
     call(*given.values())
     with pytest.raises(RuntimeError, match="must"):
         call(*{**given, name: wrong}.values())

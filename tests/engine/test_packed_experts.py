@@ -1,5 +1,7 @@
 """The experts of a mixture and their router, over packed weights."""
 
+import copy
+
 import pytest
 import torch
 from conftest import needs_kernels
@@ -81,4 +83,7 @@ def test_a_router_reads_its_weight_through_the_kernels_and_nothing_else_does():
     )
     widened = nn.functional.linear(x, packed.type(torch.float32))
     assert torch.equal(widened, nn.functional.linear(x, packed.float()))
-    assert (packed + 1).isnan().all(), "it has no numbers of its own"
+    assert torch.equal(nn.functional.linear(input=x, weight=packed.to(dtype=torch.float32)), widened)
+    again = copy.deepcopy(packed)
+    assert again.product is not packed.product and torch.equal(nn.functional.linear(x, again, bias), scores)
+    assert (packed + 1).isnan().all(), "nothing else may read its numbers"

@@ -65,6 +65,25 @@ def test_in_float32_a_base_is_the_widened_one(architecture, files):
     assert not torch.allclose(in_whole_numbers, wide(ids).logits, atol=1e-4)
 
 
+def test_a_mixture_has_the_sizes_and_angles_of_its_file(files):
+    config = find_base(files("gpt-oss", "Q5_0")).config
+    assert config.head_dim == 32
+    assert config.rope_parameters["rope_type"] == "yarn" and config.rope_parameters["factor"] == 16.0
+    assert config.rope_parameters["original_max_position_embeddings"] == 32
+    assert find_base(files("qwen3moe")).config.moe_intermediate_size == 512
+
+
+@pytest.mark.parametrize("missing", ["ffn_up_exps.bias", "ffn_down_exps.bias", "ffn_gate_exps.weight"])
+@pytest.mark.parametrize("engine", ["auto", "eager"])
+def test_experts_that_lack_a_tensor_are_refused_by_name(engine, missing, files):
+    source = find_base(files("gpt-oss", "Q5_0"))
+    del source.gguf.tensors[f"blk.1.{missing}"]
+    with pytest.raises(
+        ValueError, match=r"has no place in|must have a tensor for 'model.layers.1.mlp.experts"
+    ):
+        load_for_engine(source, engine)
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("engine", ["int8", "packed"])
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ Tensor expert_products(const Tensor& given, const Tensor& choices, const Tensor&
   for (const auto& each : {scales, bias})
     STD_TORCH_CHECK(has_shape_if_given(each, ScalarType::Float, {num_experts * N}),
                     "scales and bias must be (experts * N,) float32");
+  if (are_group_quantised(panels)) check_width(panels, num_experts * N);
   // choices in the order of their experts
   std::vector<int64_t> first(num_experts + 1), order(count), counts;
   std::vector<Slice> slices;

@@ -41,6 +41,11 @@ bool are_group_quantised(const Tensor& weights) {
   return !std::memcmp(header->magic, MAGIC, sizeof(MAGIC)) && header->lanes == LANES;
 }
 
+void check_width(const Tensor& weights, int64_t num_outputs) {
+  STD_TORCH_CHECK(GroupWeights(weights).num_outputs() == num_outputs,
+                  "rows and results must have the widths of the weights");
+}
+
 // ---- a block
 
 namespace {

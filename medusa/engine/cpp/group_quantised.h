@@ -15,6 +15,8 @@ struct Slice {
 
 // Whether these are such weights: bytes that begin with their header.
 bool are_group_quantised(const Tensor& weights);
+// Refuses weights of another number of outputs.
+void check_width(const Tensor& weights, int64_t num_outputs);
 // x (..., K) float32, contiguous; bias (N,) float32 -> (..., N) float32
 Tensor group_quantised_product(const Tensor& x, const Tensor& weights, const std::optional<Tensor>& bias,
                                int64_t width);
