@@ -97,7 +97,7 @@ def takes_tree_attention(base: CausalLM) -> bool:
     attention = _attention_of(base)
     if attention not in TREE_ATTENTION or not base._can_set_attn_implementation() or is_recurrent(base):
         return False
-    if attention == "sdpa" and is_tested(base):
+    if is_tested(base):
         return True
     view = copy_sharing_parameters(base)
     view.set_attn_implementation(TREE_ATTENTION[attention])

@@ -11,8 +11,10 @@ from gguf import GGMLQuantizationType as Type
 from quantised_files import VOCAB_SIZE, write_model
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
+from medusa.base.attention import TREE_ATTENTION
 from medusa.base.causal_lm import lm_head, rows_at
 from medusa.base.loading import find_base, load_base
+from medusa.engine import views
 from medusa.engine.compiled import CompiledPass, library_paths
 from medusa.engine.engine_state import apply_engine
 from medusa.engine.group_quantised import GroupQuantisedMatmul
@@ -71,6 +73,16 @@ def test_a_mixture_has_the_sizes_and_angles_of_its_file(files):
     assert config.rope_parameters["rope_type"] == "yarn" and config.rope_parameters["factor"] == 16.0
     assert config.rope_parameters["original_max_position_embeddings"] == 32
     assert find_base(files("qwen3moe")).config.moe_intermediate_size == 512
+
+
+@pytest.mark.parametrize("architecture, mixture", [("qwen3moe", "Q4_K_M"), ("gpt-oss", "Q5_0")])
+def test_a_tested_mixture_takes_the_kernels_attention_without_a_trial(
+    architecture, mixture, files, monkeypatch
+):
+    fails = "rows that are rounded to 8 bits may choose other experts"
+    monkeypatch.setattr(views, "verification_error", lambda view: fails)
+    base = load_for_engine(files(architecture, mixture), "auto")
+    assert base.config._attn_implementation in TREE_ATTENTION.values()
 
 
 @pytest.mark.parametrize("missing", ["ffn_up_exps.bias", "ffn_down_exps.bias", "ffn_gate_exps.weight"])
