@@ -12,7 +12,7 @@ import math
 import re
 import struct
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -55,6 +55,14 @@ class TensorEntry:
     def row_bytes(self) -> int:
         """Bytes of a row, which is the last dimension."""
         return self.num_bytes // max(1, math.prod(self.shape[:-1]))
+
+    def check_shape(self, expected: Sequence[int]) -> None:
+        """Raise ValueError if it has another shape than the model that the metadata describe."""
+        if self.shape != tuple(expected):
+            raise ValueError(
+                f"{self.file}: tensor {self.name!r} must have shape {tuple(expected)}, as the file's "
+                f"metadata say, got {self.shape}"
+            )
 
 
 @dataclass

@@ -282,7 +282,7 @@ class NamedWeight:
 
     def row_order(self, num_rows: int) -> Tensor | None:
         """The rows of the file, in the model's order, (num_rows,) long; None where the model has other rows
-        than the file. Of one tensor."""
+        than the file. Only for a parameter that is one tensor of the file."""
         numbered = np.repeat(np.arange(num_rows, dtype=np.float64)[:, None], 3, axis=1)
         numbered += np.array([0, 0.25, 0.5])  # columns that are moved are seen too
         try:

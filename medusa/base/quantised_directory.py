@@ -55,7 +55,7 @@ UNUSED = re.compile(
 )
 """Tensors without a use here: rows are rounded as they come, and keys and values are kept in float32."""
 EXPERT_PARTS = ("_blocks", "_scales")
-"""What the names of the tensors of experts in MXFP4 end with."""
+"""The endings of the two tensors that hold a matrix of experts in MXFP4."""
 OF_LAYERS = re.compile(r"\.(layers|h|blocks)\.\d+\.")
 
 

@@ -37,10 +37,10 @@ def gguf_types() -> frozenset[int]:
 
 @dataclass(frozen=True)
 class QuantisedRows:
-    """A matrix as a file has it."""
+    """A matrix as a file has it, or one of each expert."""
 
     rows: Tensor
-    """(out, bytes) uint8."""
+    """(out, bytes) uint8, or (E, out, bytes)."""
     type: int
     """Its type, of :func:`gguf_types` or from :data:`FIRST_OF_DIRECTORIES` on."""
     num_inputs: int

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from medusa.base.experts import expert_matrices, shape_of_experts
 from medusa.engine.kernels import PackedMatmul, lanes
-from medusa.engine.rowwise import LOOP_NUMBERS, WHOLE_VECTORS
+from medusa.engine.rowwise import WHOLE_VECTORS, of_rows_in_parts
 
 
 class PackedExperts(nn.Module):
@@ -89,13 +89,7 @@ class PackedExperts(nn.Module):
         gate = self.experts._apply_gate if self.experts.has_gate else self.experts.act_fn
         if torch.compiler.is_exporting():  # one thread runs the loops, over whole vectors
             return gate(inner)
-        rows = inner.flatten(0, 1)
-        width = rows.shape[1]
-        at_once = (LOOP_NUMBERS - 1) // width if width % (2 * WHOLE_VECTORS) == 0 else 1
-        if len(rows) > at_once:
-            rows = torch.cat([gate(part) for part in rows.split(max(1, at_once))])
-        else:
-            rows = gate(rows)
+        rows = of_rows_in_parts(gate, inner.flatten(0, 1), 2 * WHOLE_VECTORS)  # it takes halves of a row
         return rows.view(*inner.shape[:2], -1)
 
 

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.causal_lm import CausalLM, embedding_rows, lm_head
-from medusa.base.experts import expert_matrices, is_experts, order_of_outputs, shape_of_experts
 from medusa.base.gguf_file import FLOAT_TYPES, GGUFFile, TensorEntry, type_name
 from medusa.base.loading import (
     BaseSource,
@@ -29,7 +27,7 @@ from medusa.base.loading import (
     source_arguments,
 )
 from medusa.base.quantised_directory import QuantisedDirectory, set_weight
-from medusa.base.quantised_forms import BLOCK, QuantisedLayer, QuantisedMatrix, mxfp4_rows
+from medusa.base.quantised_forms import QuantisedLayer, QuantisedMatrix
 from medusa.console import counted, log_console, megabytes
 from medusa.engine.file_weights import (
     NarrowEmbedding,
@@ -50,19 +48,16 @@ from medusa.engine.group_quantised import (
     gguf_types,
 )
 from medusa.engine.held_sizes import check_fits
-from medusa.engine.kernels import PackedMatmul, kernels_unsupported_reason
-from medusa.engine.packed_experts import PackedExperts, let_go_of_weights, padded_rows
+from medusa.engine.kernels import kernels_unsupported_reason
+from medusa.engine.quantised_experts import experts_in_file, file_rows, hold_experts, mxfp4_experts
 from medusa.engine.views import joinable_linears, pack_linears, share_product
 from medusa.options import Engine
 
 if TYPE_CHECKING:
     from medusa.base.gguf_model import NamedWeight
 
-MXFP4_TYPE = 39
-"""As GGUF numbers it."""
 ReadsWeight = Callable[[], QuantisedRows | Tensor]
-"""Reads the weight of a module: in whole numbers, or as plain numbers (out, in). Experts are read together:
-(E, out, bytes), or (E, out, in)."""
+"""Reads the weight of a module: in whole numbers, or as plain numbers (out, in)."""
 
 
 def load_quantised(source: BaseSource, engine: Engine) -> CausalLM:
@@ -134,8 +129,8 @@ def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: E
     def reads(layer: QuantisedLayer) -> ReadsWeight:
         return lambda: _weight(directory, layer, modules[layer.name] is head, release, widened)
 
-    by_matrix = {name: [partial(_mxfp4_rows, directory, name)] for name in experts}
-    _hold_experts(base, by_matrix, engine != "packed", release)
+    of_experts = {name: [partial(mxfp4_experts, directory, name)] for name in experts}
+    hold_experts(base, of_experts, engine != "packed", release)
     by_module = {id(modules[name]): reads(layer) for name, layer in layers.items()}
     rows = None if id(head) in by_module else embedding_rows(head)
     if rows is None:
@@ -193,12 +188,6 @@ def _weight(
     return held
 
 
-def _mxfp4_rows(directory: QuantisedDirectory, matrix: str) -> QuantisedRows:
-    blocks, scales = directory.expert_parts(matrix)
-    rows = mxfp4_rows(blocks.flatten(0, 1), scales.flatten(0, 1))
-    return QuantisedRows(rows.view(*scales.shape[:2], -1), MXFP4_TYPE, BLOCK * scales.shape[2])
-
-
 # ------------------------------------------------------------------ GGUF files
 
 
@@ -208,7 +197,7 @@ def _held_file(source: BaseSource, file: GGUFFile, engine: Engine) -> CausalLM:
     weights = model.placed_weights(file, base)
     quantised = _file_modules(file, base, weights)
     plain = _file_floats(file, base, weights)
-    experts = _file_experts(file, base, weights)
+    experts = experts_in_file(file, base, weights)
     in_place = {*quantised, *plain, *experts} & {*weights}
     held = {source for name in in_place for source in weights[name].sources}
     others = {name: each for name, each in file.tensors.items() if name not in held}
@@ -230,10 +219,8 @@ def _held_file(source: BaseSource, file: GGUFFile, engine: Engine) -> CausalLM:
     head = lm_head(base)
     rows = None if any(module is head for module, _ in quantised.values()) else embedding_rows(head)
     by_module = {id(module): _given(of_file) for module, of_file in quantised.values()}
-    by_matrix = {
-        name: [partial(_expert_rows, file, part) for part in parts] for name, parts in experts.items()
-    }
-    _hold_experts(base, by_matrix, engine != "packed", release)
+    of_experts = {name: [partial(file_rows, file, part) for part in parts] for name, parts in experts.items()}
+    hold_experts(base, of_experts, engine != "packed", release)
     for parent in list(base.modules()):
         _hold_quantised(parent, by_module, head, engine != "packed", False, release)
     return packed_rest(base, False, rows, release)
@@ -268,11 +255,7 @@ def _file_modules(
     of that weight."""
     modules: dict[str, tuple[nn.Module, QuantisedRows]] = {}
     for name, module, weight, entry in _file_matrices(file, base, weights, gguf_types()):
-        if entry.shape != module.weight.shape:
-            raise ValueError(
-                f"{entry.file}: tensor {entry.name!r} must have shape {tuple(module.weight.shape)}, as the "
-                f"file's metadata say, got {entry.shape}"
-            )
+        entry.check_shape(module.weight.shape)
         order = weight.row_order(entry.shape[0])
         if order is None:
             continue
@@ -295,47 +278,6 @@ def _file_floats(file: GGUFFile, base: CausalLM, weights: Mapping[str, NamedWeig
             values = file.plain(entry.name)
             matrices[name] = values if _is_in_order(order) else values[order]
     return matrices
-
-
-def _file_experts(
-    file: GGUFFile, base: CausalLM, weights: Mapping[str, NamedWeight]
-) -> dict[str, list[TensorEntry]]:
-    """The matrices of experts of ``base`` that can be held as the file has them, by name: their parts, each
-    (E, out, in)."""
-    held = {}
-    for name, module in base.named_modules():
-        matrices = expert_matrices(module) if is_experts(module) else ()
-        parts_of = {
-            matrix: [file.tensors[source] for source in weights[f"{name}.{matrix}"].sources]
-            for matrix in matrices
-            if f"{name}.{matrix}" in weights
-        }
-        if len(parts_of) < 2 or not all(map(_have_products, parts_of.values())):
-            continue
-        for matrix, parts in parts_of.items():
-            num_experts, num_outputs, num_inputs = shape_of_experts(module, matrix)
-            expected = (num_experts, num_outputs // len(parts), num_inputs)
-            for part in parts:
-                if part.shape != expected:
-                    raise ValueError(
-                        f"{part.file}: tensor {part.name!r} must have shape {expected}, as the file's "
-                        f"metadata say, got {part.shape}"
-                    )
-            held[f"{name}.{matrix}"] = parts
-    return held
-
-
-def _have_products(parts: Sequence[TensorEntry]) -> bool:
-    """Whether one product can hold these: all in whole numbers, or all floats."""
-    types = {part.type for part in parts}
-    return types <= gguf_types() or types <= {*FLOAT_TYPES}
-
-
-def _expert_rows(file: GGUFFile, entry: TensorEntry) -> QuantisedRows | Tensor:
-    num_experts, num_outputs, num_inputs = entry.shape
-    if entry.type in FLOAT_TYPES:
-        return file.plain(entry.name)
-    return QuantisedRows(file.rows(entry.name).view(num_experts, num_outputs, -1), entry.type, num_inputs)
 
 
 def _say_what_is_widened(others: Mapping[str, TensorEntry]) -> None:
@@ -387,52 +329,6 @@ def _hold_quantised(
         child.weight = nn.Parameter(weight, requires_grad=False)
     if plain:
         pack_linears(parent, int8, release)
-
-
-def _hold_experts(
-    base: CausalLM,
-    matrices: Mapping[str, Sequence[ReadsWeight]],
-    in_whole_numbers: bool,
-    release: Callable[[Tensor], Tensor],
-) -> None:
-    """Replace the experts of ``base`` whose matrices are in ``matrices``: of each, by name, its parts."""
-    for name, module in list(base.named_modules()):
-        if not is_experts(module) or f"{name}.{expert_matrices(module)[0]}" not in matrices:
-            continue
-        experts: Any = module
-        products = []
-        for matrix in expert_matrices(experts):
-            parts = [reads() for reads in matrices[f"{name}.{matrix}"]]
-            products.append(_expert_product(parts, in_whole_numbers))
-            for part in parts:
-                release(part.rows if isinstance(part, QuantisedRows) else part)
-        into, out_of = products
-        order = _order_in_product(experts, into.width, len(matrices[f"{name}.{expert_matrices(experts)[0]}"]))
-        parent, _, last = name.rpartition(".")
-        setattr(base.get_submodule(parent), last, PackedExperts(experts, into, out_of, order))
-        let_go_of_weights(experts, placeholder)
-
-
-def _expert_product(parts: Sequence[QuantisedRows | Tensor], in_whole_numbers: bool) -> PackedMatmul:
-    """The product with parts of a matrix: the rows of all experts (E, out, bytes), or (E, out, in)."""
-    quantised = [
-        replace(part, rows=padded_rows(part.rows).flatten(0, 1))
-        for part in parts
-        if isinstance(part, QuantisedRows)
-    ]
-    if quantised:
-        return GroupQuantisedMatmul(quantised, None, in_whole_numbers)
-    floats = [padded_rows(part) for part in parts if isinstance(part, Tensor)]
-    return PackedMatmul([rows for of_expert in zip(*floats, strict=True) for rows in of_expert], None)
-
-
-def _order_in_product(experts: Any, width: int, num_parts: int) -> Tensor:
-    """For each output into an expert its place in the product, which has the padded parts of a matrix one
-    after the other; ``width`` are all outputs of the product."""
-    num_experts, num_outputs, _ = shape_of_experts(experts, expert_matrices(experts)[0])
-    places = torch.arange(width // num_experts).view(num_parts, -1)[:, : num_outputs // num_parts].flatten()
-    order = order_of_outputs(experts, num_outputs) if num_parts > 1 else None
-    return places if order is None else places[order]
 
 
 def _joined(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +35,16 @@ class RowwiseActivation(nn.Module):
     def _of_whole(self, x: Tensor) -> Tensor:
         if torch.compiler.is_exporting() or x.numel() < LOOP_NUMBERS:
             return self.function(x)
-        rows = x.flatten(0, -2)
-        parts = rows.split(max(1, (LOOP_NUMBERS - 1) // x.shape[-1]))
-        return torch.cat([self.function(part) for part in parts]).view(x.shape)
+        return of_rows_in_parts(self.function, x.flatten(0, -2)).view(x.shape)
+
+
+def of_rows_in_parts(
+    function: Callable[[Tensor], Tensor], rows: Tensor, whole: int = WHOLE_VECTORS
+) -> Tensor:
+    """``function`` of rows (R, W), so many at once as one thread computes, so that a row's bits depend on
+    nothing else. Where W is no multiple of ``whole`` they are computed one by one."""
+    num_rows, width = rows.shape
+    at_once = max(1, (LOOP_NUMBERS - 1) // width) if width % whole == 0 else 1
+    if num_rows <= at_once:
+        return function(rows)
+    return torch.cat([function(part) for part in rows.split(at_once)])

@@ -10,7 +10,7 @@ from quantised_files import random_rows
 from torch import nn
 
 from medusa.engine.group_quantised import GroupQuantisedMatmul, QuantisedRows
-from medusa.engine.kernels import PackedMatmul
+from medusa.engine.kernels import PackedMatmul, kernels_unsupported_reason
 from medusa.engine.packed_experts import RouterWeight, padded_rows
 
 pytestmark = needs_kernels
@@ -40,6 +40,7 @@ def chosen(product, x, choices, bias=None):
 
 @pytest.fixture(params=[False, True], ids=["torch", "own"])
 def threads(request):
+    assert kernels_unsupported_reason() is None
     torch.ops.medusa.force_own_threads(request.param)
     yield
     torch.ops.medusa.force_own_threads(False)
