@@ -117,6 +117,10 @@ needs_newest = pytest.mark.skipif(
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-pages", action="store_true", help="write the pages of what was tried anew")
+
+
 needs_kernels = pytest.mark.skipif(found_compiler() is None, reason="no C++ compiler is installed")
 
 

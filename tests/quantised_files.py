@@ -60,13 +60,15 @@ def write_model(
     hidden: int = 256,
     is_tied: bool = True,
     num_layers: int = 2,
+    vocab_size: int = VOCAB_SIZE,
     seed: int = 0,
     **metadata: object,
 ) -> Path:
     """A model of ``num_layers`` layers with a tokenizer; values and the last matrix of each layer are of the
     type ``others``, as in the mixtures that are called Q4_K_M."""
     writer = gguf.GGUFWriter(path, architecture)
-    width = 128 if architecture.startswith("qwen3") else hidden // 4  # transformers takes 128 for all Qwen3
+    is_qwen3 = architecture.startswith("qwen3")  # transformers takes heads of 128 for all of these
+    width = 128 if is_qwen3 else min(hidden // 4, 128)
     heads, intermediate = hidden // width, 2 * hidden
     writer.add_name("tiny")
     writer.add_context_length(512)
@@ -77,7 +79,7 @@ def write_model(
     writer.add_head_count_kv(heads // 2)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(VOCAB_SIZE)
+    writer.add_vocab_size(vocab_size)
     if architecture in EXPERTS:
         writer.add_expert_count(4)
         writer.add_expert_used_count(2)
@@ -91,7 +93,7 @@ def write_model(
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(16.0)
         writer.add_rope_scaling_orig_ctx_len(32)
-    _add_tokenizer(writer)
+    _add_tokenizer(writer, vocab_size)
     for key, value in metadata.items():
         getattr(writer, f"add_{key}")(value)
     rng = np.random.default_rng(seed)
@@ -108,9 +110,9 @@ def write_model(
         numbers = around + 0.1 * rng.standard_normal(size)
         writer.add_tensor(name, numbers.astype(np.float32))
 
-    matrix("token_embd.weight", VOCAB_SIZE, hidden, others)
+    matrix("token_embd.weight", vocab_size, hidden, others)
     if not is_tied:
-        matrix("output.weight", VOCAB_SIZE, hidden, others)
+        matrix("output.weight", vocab_size, hidden, others)
     vector("output_norm.weight", hidden)
     for layer in range(num_layers):
         of = f"blk.{layer}"
@@ -153,12 +155,13 @@ def write_model(
     return path
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
     letters = [bytes_to_unicode()[byte] for byte in range(256)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([*letters, *SPECIAL, "th"])
-    writer.add_token_types([1] * 256 + [3] * len(SPECIAL) + [1])
+    unused = [f"<unused{index}>" for index in range(vocab_size - VOCAB_SIZE)]
+    writer.add_token_list([*letters, *SPECIAL, "th", *unused])
+    writer.add_token_types([1] * 256 + [3] * len(SPECIAL) + [1] + [5] * len(unused))
     writer.add_token_merges(["t h"])
     writer.add_bos_token_id(256)
     writer.add_eos_token_id(258)

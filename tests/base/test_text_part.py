@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
+from checkpoint_kinds import OF_IMAGES, OF_TEXT, TINY
 from conftest import random_prompts
-from loadable_models import MODELS
 from tiny_chat import chat_tokenizer
 from transformers import AutoConfig, AutoTokenizer
 
@@ -19,7 +19,7 @@ from medusa.base.text_part import LetGo, text_part, writes_text
 @pytest.fixture
 def llava(tmp_path):
     torch.manual_seed(5)
-    MODELS["LLaVA"]().save_pretrained(tmp_path)
+    OF_IMAGES["LLaVA"](TINY).save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -37,7 +37,7 @@ def test_what_reads_images_is_let_go_and_says_so_where_it_is_asked(llava):
 
 
 def test_a_model_without_such_parts_stays_as_it_is():
-    base = MODELS["Granite 4.0 of attention"]()
+    base = OF_TEXT["Granite 4.0 of attention"](TINY)
     modules = list(base.modules())
     assert all(a is b for a, b in zip(text_part(base).modules(), modules, strict=True))
 

@@ -1,85 +1,46 @@
-"""Each form in which people hold a base loads by its directory: with the text of ``transformers``, and in the
-memory that the check named before anything was read."""
+"""Each kind of checkpoint loads by its name: with the text of ``transformers``, and in the memory that the
+check of memory named before anything was read. What is as wide as real models stands on a page."""
 
 from __future__ import annotations
 
-import json
+import re
+from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import GROUPED, OracleDrafter, needs_kernels, random_prompts
-from loadable_models import MODELS, TEXT, bytes_held
-from quantised_directories import write_directory
-from quantised_files import write_model
+from checkpoint_kinds import KINDS, TINY, WEIGHTS, WIDE, bytes_held, in_mxfp4
+from conftest import CHECKOUT, OracleDrafter, needs_kernels, random_prompts
 from safetensors.torch import load_file, save_file
-from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from medusa import CandidateTree, MedusaModel
 from medusa.base.loading import find_base, quantised_directory
 from medusa.base.recurrent import is_recurrent
 from medusa.base.text_part import auto_class
 from medusa.engine import held_sizes, loading, quantised_loading
+from medusa.hardware import device_name
 
 pytestmark = needs_kernels
-WEIGHTS = "model.safetensors"
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
-MOST = {"FP8": 2.0}
-"""Bytes held for each byte of the files, at most, where numbers are held in a wider type; 1.3 elsewhere:
-norms are widened, and panels padded."""
-FORMS = (*MODELS, "one tensor in float32", "a .bin file", "MXFP4", "GPTQ", "FP8", "GGUF")
+WIDER = 1.3
+"""Bytes held for each byte of the files, at most: norms are widened, and panels padded."""
+WIDER_FP8 = 2.0
+NAMED = [(section, kind) for section, kinds in KINDS.items() for kind in kinds]
+PAGE = CHECKOUT / "docs" / "guides" / "checkpoints.md"
+ROW = re.compile(r"^\| (.+?) \|((?: [\d.]+ \|){3})$", re.MULTILINE)
+HEADINGS = "| kind | files, GB | named before, GB | held, GB |\n|---|---:|---:|---:|\n"
 
 
-def written(form, directory):
-    """A directory, or a file, with random weights in this form."""
-    torch.manual_seed(5)
-    if form in ("GPTQ", "FP8"):
-        write_directory(directory, {"GPTQ": "gptq", "FP8": "fp8, channels"}[form])
-        return directory
-    if form == "GGUF":
-        return write_model(directory / "model.gguf")
-    if form == "MXFP4":
-        return written_in_mxfp4(directory)
-    model = MODELS.get(form, lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)))().bfloat16()
-    if form == "one tensor in float32":
-        proj = model.model.layers[0].self_attn.v_proj.float()
-        proj.weight.data += 2.0**-20
-    model.save_pretrained(directory)
-    if form == "a .bin file":
-        torch.save(load_file(directory / WEIGHTS), directory / "pytorch_model.bin")
-        (directory / WEIGHTS).unlink()
-    return directory
+@dataclass
+class Loaded:
+    """Bytes of a base: in its files, as the check of memory named them, and as they are held."""
 
+    in_files: int
+    named: int
+    held: int
 
-def written_in_mxfp4(directory):
-    """A GPT-OSS whose experts have four bits a weight, as its own files have them."""
-    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
-    config = GptOssConfig(
-        **{**TEXT, **sizes, "hidden_size": 128, "intermediate_size": 128},
-        layer_types=["sliding_attention", "full_attention"],
-    )
-    GptOssForCausalLM(config).bfloat16().save_pretrained(directory)
-    tensors = load_file(directory / WEIGHTS)
-    for name in [each for each in tensors if each.endswith(("gate_up_proj", "down_proj"))]:
-        experts, num_inputs, num_outputs = tensors.pop(name).shape
-        blocks = experts, num_outputs, num_inputs // 32
-        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(122, 126, blocks, dtype=torch.uint8)
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
-    settings = json.loads((directory / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (directory / "config.json").write_text(json.dumps(settings))
-    return directory
-
-
-def test_experts_that_are_not_whole_are_refused_by_name(tmp_path):
-    tensors = load_file(written_in_mxfp4(tmp_path) / WEIGHTS)
-    name = "model.layers.1.mlp.experts.down_proj_scales"
-    for scales in (tensors[name][:, :, :1].clone(), None):
-        changed = {**tensors, name: scales}
-        save_file({key: each for key, each in changed.items() if each is not None}, tmp_path / WEIGHTS)
-        with pytest.raises(ValueError, match=rf"{name}' must have shape \(4, 128, 4\)"):
-            MedusaModel.from_pretrained(tmp_path)
-    assert "experts" in quantised_directory(find_base(tmp_path)).described
+    @property
+    def row(self) -> str:
+        return " | ".join(f"{each / 1e9:.2f}" for each in (self.in_files, self.named, self.held))
 
 
 def theirs(path):
@@ -90,8 +51,9 @@ def theirs(path):
     return auto_class(source.config).from_pretrained(path, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_form_loads_by_its_directory_exactly_and_in_the_memory_that_was_named(form, tmp_path, monkeypatch):
+def loaded(section, kind, widths, directory, monkeypatch):
+    """Loads a checkpoint, and holds its logits, its text with drafts and without, and its memory to what
+    ``transformers`` and the check of memory say."""
     named = []
 
     def note(name, engine, bytes_for, *others):
@@ -100,21 +62,78 @@ def test_a_form_loads_by_its_directory_exactly_and_in_the_memory_that_was_named(
 
     monkeypatch.setattr(loading, "check_fits", note)
     monkeypatch.setattr(quantised_loading, "check_fits", note)
-    path = written(form, tmp_path)
+    torch.manual_seed(5)
+    path = KINDS[section][kind](directory, widths)
     model = MedusaModel.from_pretrained(path, engine="packed")
     ids = random_prompts(1, 9)
     own = theirs(path)
     with torch.no_grad():
-        torch.testing.assert_close(model.engine_base(ids).logits, own(ids).logits, rtol=1e-4, atol=1e-4)
+        expected, logits = own(ids).logits, model.engine_base(ids).logits
+    assert (logits - expected).abs().max() < 1e-4 * (1 + expected.abs().max())
     reference = own.generate(ids, **GREEDY, attention_mask=torch.ones_like(ids))
+    del own
     tree = (
         CandidateTree.chain(2) if is_recurrent(model.base) else CandidateTree.from_paths([(0,), (1,), (0, 0)])
     )
     for drafter in ("plain", OracleDrafter(reference.tolist(), tree, hit_rate=0.8)):
         assert model.generate(ids, **GREEDY, drafter=drafter).tolist() == reference.tolist(), drafter
+    files = [each for each in directory.iterdir() if each.suffix in (".safetensors", ".bin", ".gguf")]
     (said,) = named
-    held = bytes_held(model.engine_base, model.base)
-    assert said / 1.1 < held < said * 1.1, f"{held} bytes are held, and {said} were named"
-    files = [each for each in tmp_path.iterdir() if each.suffix in (".safetensors", ".bin", ".gguf")]
-    in_files = sum(each.stat().st_size for each in files)
-    assert held < MOST.get(form, 1.3) * in_files, f"{held} bytes are held of {in_files}"
+    return Loaded(sum(each.stat().st_size for each in files), said, bytes_held(model.engine_base, model.base))
+
+
+def check_memory(sizes, kind):
+    assert sizes.named / 1.1 < sizes.held < sizes.named * 1.1
+    assert sizes.held < (WIDER_FP8 if "FP8" in kind else WIDER) * sizes.in_files
+
+
+@pytest.mark.parametrize(("section", "kind"), NAMED)
+def test_a_kind_loads_by_its_name_exactly_and_in_the_memory_that_was_named(
+    section, kind, tmp_path, monkeypatch
+):
+    check_memory(loaded(section, kind, TINY, tmp_path, monkeypatch), kind)
+
+
+@pytest.fixture(scope="module")
+def page(request):
+    """Rows of the page by section and kind. With ``--write-pages`` it is written anew once all are there:
+    ``pytest -m slow tests/engine/test_loaded_forms.py --write-pages``."""
+    rows = {}
+    yield rows
+    if request.config.getoption("--write-pages") and set(rows) == set(NAMED):
+        tables = [
+            f"## {section}\n\n{HEADINGS}" + "".join(f"| {kind} | {rows[section, kind]} |\n" for kind in kinds)
+            for section, kinds in KINDS.items()
+        ]
+        head, _, _ = PAGE.read_text().partition("\n## ")
+        where = f"Tried on {device_name(torch.device('cpu'))}.\n"
+        PAGE.write_text("\n".join([f"{head}\n" if not head.endswith("\n") else head, *tables, where]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("section", "kind"), NAMED)
+def test_so_does_one_as_wide_as_real_models(section, kind, tmp_path, monkeypatch, page):
+    sizes = loaded(section, kind, WIDE, tmp_path, monkeypatch)
+    check_memory(sizes, kind)
+    page[section, kind] = sizes.row
+
+
+def test_the_page_names_the_kinds_that_are_tried():
+    sections = re.split(r"^## (.+)$", PAGE.read_text(), flags=re.MULTILINE)[1:]
+    names = [
+        (section, name)
+        for section, text in zip(sections[::2], sections[1::2], strict=True)
+        for name, _ in ROW.findall(text)
+    ]
+    assert names == NAMED
+
+
+def test_experts_that_are_not_whole_are_refused_by_name(tmp_path):
+    tensors = load_file(in_mxfp4(tmp_path) / WEIGHTS)
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    for scales in (tensors[name][:, :, :1].clone(), None):
+        changed = {**tensors, name: scales}
+        save_file({key: each for key, each in changed.items() if each is not None}, tmp_path / WEIGHTS)
+        with pytest.raises(ValueError, match=rf"{name}' must have shape \(4, 128, 4\)"):
+            MedusaModel.from_pretrained(tmp_path)
+    assert "experts" in quantised_directory(find_base(tmp_path)).described

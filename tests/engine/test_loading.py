@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from checkpoint_kinds import bytes_held
 from conftest import (
     ARCHITECTURES,
     GROUPED,
@@ -19,7 +20,6 @@ from conftest import (
     random_prompts,
     tiny_model,
 )
-from loadable_models import bytes_held
 from safetensors.torch import load_file
 from stateful_models import DECODABLE, stateful_model
 from test_causal_lm import OTHERS
