@@ -11,7 +11,6 @@ numbers of processes. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import statistics
@@ -27,6 +26,7 @@ from medusa import CandidateTree, MedusaModel
 from medusa.assets import DEFAULT_HEADS, base_named
 from medusa.console import log_console
 from medusa.hardware import use_threads
+from medusa.measurement.llama_cpp import llama_bench
 from medusa.measurement.report import end_with_json
 from medusa.prompts import encode_prompt, read_prompts
 
@@ -54,14 +54,6 @@ def ms_a_token(
     output = model.generate(**prompt, max_new_tokens=num_tokens, tree=tree)
     seconds = time.perf_counter() - started
     return 1e3 * seconds / (output.shape[1] - prompt["input_ids"].shape[1])
-
-
-def ms_of_llama_bench(command: str, file: str, num_tokens: int) -> float:
-    arguments = ["-m", file, "-p", "0", "-n", str(num_tokens), "-r", "1", "-t", str(torch.get_num_threads())]
-    run = subprocess.run(
-        [*shlex.split(command), *arguments, "-o", "json"], check=True, capture_output=True, text=True
-    )
-    return 1e3 / json.loads(run.stdout[run.stdout.index("[") :])[0]["avg_ts"]
 
 
 def main() -> None:
@@ -97,8 +89,8 @@ def main() -> None:
                 for name, tree in contenders.items():
                     found.setdefault(name, []).append(ms_a_token(model, prompt, options.max_new_tokens, tree))
                 if options.llama_bench:
-                    ms = ms_of_llama_bench(options.llama_bench, base_named(options.base), 24)
-                    found.setdefault("llama-bench", []).append(ms)
+                    ms = llama_bench(shlex.split(options.llama_bench), base_named(options.base), [], 24)
+                    found.setdefault("llama-bench", []).append(ms[0, 24] / 24)
         log.print(f"{number} of {len(prompts)} prompts")
     medians = {
         level: {name: statistics.median(values) for name, values in found.items()}

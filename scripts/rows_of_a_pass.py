@@ -13,11 +13,9 @@ object.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,7 +29,7 @@ from medusa.base.causal_lm import new_cache, prefill
 from medusa.console import log_console
 from medusa.engine.compiled import CompiledPass
 from medusa.hardware import use_threads
-from medusa.measurement.llama_cpp import llama_cpp_unsupported_reason
+from medusa.measurement.llama_cpp import llama_bench, llama_cpp_unsupported_reason
 from medusa.measurement.report import end_with_json
 from medusa.plots import BLUE, FAINT, GREEN, INK, ORANGE, figure_of
 from medusa.trees.candidate_tree import TreeTopology
@@ -91,14 +89,6 @@ def of_transformers(path: str) -> RunPass:
     return run
 
 
-def ms_of_llama_bench(program: str, path: str, rows: int) -> float:
-    sizes = ["-p", str(rows), "-n", "0", "-r", "5", "-t", str(torch.get_num_threads())]
-    ran = subprocess.run(
-        [*shlex.split(program), "-m", path, *sizes, "-o", "json"], check=True, capture_output=True, text=True
-    )
-    return json.loads(ran.stdout[ran.stdout.index("[") :])[0]["avg_ns"] / 1e6
-
-
 def plot(ms: Mapping[str, Mapping[str, float]], path: Path, title: str) -> None:
     """The time of a pass by its tokens, in passes over one token."""
     colors = {"medusa": BLUE, "llama.cpp": ORANGE, "llama-bench": GREEN, "transformers, bfloat16": INK}
@@ -152,7 +142,8 @@ def main() -> None:
         for name, by_rows in times.items()
     }
     if options.llama_bench:
-        ms["llama-bench"] = {str(rows): ms_of_llama_bench(options.llama_bench, path, rows) for rows in ROWS}
+        found = llama_bench(shlex.split(options.llama_bench), path, ROWS, 0, repeats=5)
+        ms["llama-bench"] = {str(rows): found[rows, 0] for rows in ROWS}
     for name, by_rows in ms.items():
         log.print(name, ", ".join(f"{rows}: {value:.1f} ms" for rows, value in by_rows.items()))
     if options.plot:

@@ -23,10 +23,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
@@ -35,12 +33,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from medusa import CandidateTree, MedusaModel
 from medusa.assets import base_named
@@ -52,53 +47,17 @@ from medusa.engine.loading import load_for_engine
 from medusa.engine.packed_experts import PackedExperts
 from medusa.engine.views import packed_bytes
 from medusa.files import replaced_file
-from medusa.measurement.llama_cpp import LlamaCpp, llama_cpp_unsupported_reason
+from medusa.measurement.llama_cpp import LlamaCpp, llama_bench, llama_cpp_unsupported_reason
+from medusa.measurement.random_shapes import (
+    MIXTURES,
+    SHAPES,
+    VOCABULARY,
+    write_gguf,
+    write_mixture,
+    write_shape,
+)
 from medusa.measurement.report import end_with_json
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "1B": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-    },
-    "3B": {
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 24,
-    },
-    "8B": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
-}
-"""Those of Llama 3.2 1B and 3B and of Llama 3.1 8B, which does not tie its embeddings."""
-VOCABULARY = 128256
-MIXTURES: dict[str, dict[str, Any]] = {
-    "30B-A3B": {
-        "architecture": "qwen3moe",
-        "kind": "Q4_K_M",
-        "layers": 48,
-        "hidden": 2048,
-        "heads": (32, 4, 128),
-        "experts": (128, 8, 768),
-        "vocabulary": 151936,
-    },
-    "20B-A4B": {
-        "architecture": "gpt-oss",
-        "kind": "MXFP4",
-        "layers": 24,
-        "hidden": 2880,
-        "heads": (64, 8, 64),
-        "experts": (32, 4, 2880),
-        "vocabulary": 201088,
-    },
-}
-"""Those of Qwen3-30B-A3B and gpt-oss-20b. heads: of queries, of keys, and the width of each; experts: all of
-them, those of a token, and their width."""
 OURS = ("packed", "int8")
 THEIRS = ("transformers bfloat16", "llama.cpp BF16", "llama.cpp Q8_0")
 OF_FILES = tuple(
@@ -112,256 +71,6 @@ ROUNDS = {"1B": 2, "3B": 1, "8B": 1}
 SHORT, LONG, NEW_TOKENS = 64, 2000, 24
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Rows of the passes whose products are timed."""
-STD = 0.02
-
-
-def config_of(shape: str) -> LlamaConfig:
-    """The configuration of a shape."""
-    return LlamaConfig(
-        **SHAPES[shape],
-        num_key_value_heads=8,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=shape != "8B",
-        max_position_embeddings=8192,
-        rope_theta=500000.0,
-        dtype="bfloat16",
-        architectures=["LlamaForCausalLM"],
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-
-
-def write_shape(shape: str, directory: Path, tokenizer: Path) -> None:
-    """Random weights in bfloat16, a file for every few layers, and the files of some tokenizer."""
-    config, generator = config_of(shape), torch.Generator().manual_seed(0)
-    directory.mkdir(parents=True, exist_ok=True)
-    with torch.device("meta"):
-        shapes = {
-            name: each.shape for name, each in AutoModelForCausalLM.from_config(config).state_dict().items()
-        }
-    if config.tie_word_embeddings:
-        del shapes["lm_head.weight"]
-    index: dict[str, str] = {}
-    for number, names in enumerate(_in_parts(list(shapes)), start=1):
-        file = f"model-{number:05d}.safetensors"
-        weights = {name: _random(shapes[name], generator) for name in names}
-        save_file(weights, directory / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(names, file)
-    for each in tokenizer.glob("*token*"):
-        shutil.copy(each, directory)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    config.save_pretrained(directory)  # last: its file says that the others are there
-
-
-def _in_parts(names: list[str]) -> Iterator[list[str]]:
-    """Names of the tensors of a file each."""
-    for first in range(0, len(names), 40):
-        yield names[first : first + 40]
-
-
-def _random(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    if len(shape) == 1:
-        return torch.ones(shape, dtype=torch.bfloat16)
-    return torch.empty(shape, dtype=torch.bfloat16).normal_(0, STD, generator=generator)
-
-
-GGUF_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "mlp.gate_proj.weight": "ffn_gate.weight",
-    "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight",
-    "input_layernorm.weight": "attn_norm.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-}
-
-
-def write_gguf(directory: Path, target: Path, kind: str) -> None:
-    """The same weights for llama.cpp, tensor by tensor: of kind BF16, Q8_0, or Q4_K_M, whose numbers are
-    others; without a tokenizer."""
-    import gguf
-
-    config = LlamaConfig.from_pretrained(directory)
-    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
-    writer = gguf.GGUFWriter(target, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_freq_base(500000.0)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")
-    for name, file in index.items():
-        with safe_open(directory / file, "pt") as opened:
-            shape = opened.get_slice(name).get_shape()
-        writer.add_tensor_info(*_gguf_info(name, shape, _type_of(name, shape, kind)))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for number, (name, file) in enumerate(index.items()):
-        with safe_open(directory / file, "pt") as opened:
-            weight = opened.get_tensor(name)
-        quantisation = _type_of(name, list(weight.shape), kind)
-        if weight.dim() == 1:
-            data = weight.float().numpy()
-        elif kind == "BF16":
-            data = weight.view(torch.uint8).numpy()
-        elif kind == "Q4_K_M":
-            data = _random_blocks(list(weight.shape), quantisation, number)
-        else:
-            data = gguf.quantize(weight.float().numpy(), quantisation)
-        writer.write_tensor_data(data)
-    writer.close()
-
-
-def _type_of(name: str, shape: list[int], kind: str) -> Any:
-    """The type of a matrix in a file of ``kind``; Q4_K_M is the mixture that llama.cpp calls so."""
-    import gguf
-
-    if kind != "Q4_K_M":
-        return gguf.GGMLQuantizationType[kind]
-    is_half = ".layers." in name and int(name.split(".")[2]) % 2 == 0
-    is_finer = name.endswith(("embed_tokens.weight", "lm_head.weight"))
-    is_finer |= is_half and name.endswith(("v_proj.weight", "down_proj.weight"))
-    return gguf.GGMLQuantizationType.Q6_K if is_finer else gguf.GGMLQuantizationType.Q4_K
-
-
-SCALES = {"Q6_K": [208], "Q4_K": [0, 2], "Q8_0": [0]}
-"""Where a block has its float16 numbers."""
-
-
-def _random_blocks(shape: list[int], quantisation: Any, seed: int) -> np.ndarray:
-    """A matrix of any codes, with small scales: it takes the time and the memory of a quantised one."""
-    import gguf
-
-    rng, (block, size) = np.random.default_rng(seed), gguf.GGML_QUANT_SIZES[quantisation]
-    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // block, size), dtype=np.uint8)
-    if quantisation.name == "MXFP4":
-        blocks[..., 0] = rng.integers(118, 121, blocks.shape[:-1])
-    for start in SCALES.get(quantisation.name, []):
-        scales = rng.uniform(1e-5, 3e-5, blocks.shape[:-1]).astype(np.float16)
-        blocks[..., start : start + 2] = scales.view(np.uint8).reshape(*scales.shape, 2)
-    return blocks.reshape(*shape[:-1], -1)
-
-
-def write_mixture(name: str, target: Path) -> None:
-    """A mixture of a shape of :data:`MIXTURES` as a GGUF file without a tokenizer, its matrices random and
-    the same in every layer; tensors are of the types that llama.cpp gives them in such a file."""
-    import gguf
-
-    shape = MIXTURES[name]
-    hidden, (num_heads, num_key_heads, width) = shape["hidden"], shape["heads"]
-    num_experts, num_chosen, inner = shape["experts"]
-    is_gpt = shape["architecture"] == "gpt-oss"
-    writer = gguf.GGUFWriter(target, shape["architecture"])
-    writer.add_block_count(shape["layers"])
-    writer.add_context_length(8192)
-    writer.add_embedding_length(hidden)
-    writer.add_feed_forward_length(inner)
-    writer.add_expert_feed_forward_length(inner)
-    writer.add_expert_count(num_experts)
-    writer.add_expert_used_count(num_chosen)
-    writer.add_head_count(num_heads)
-    writer.add_head_count_kv(num_key_heads)
-    writer.add_key_length(width)
-    writer.add_value_length(width)
-    writer.add_rope_freq_base(1000000.0)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_vocab_size(shape["vocabulary"])
-    writer.add_tokenizer_model("none")
-    if is_gpt:
-        writer.add_sliding_window(128)
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(32.0)
-        writer.add_rope_scaling_orig_ctx_len(4096)
-    kinds = gguf.GGMLQuantizationType
-    most, finer = (kinds.Q8_0, kinds.Q8_0) if is_gpt else (kinds.Q4_K, kinds.Q6_K)
-    of_experts = kinds.MXFP4 if is_gpt else most
-    tensors: list[tuple[str, list[int], Any]] = [
-        ("token_embd.weight", [shape["vocabulary"], hidden], most),
-        ("output.weight", [shape["vocabulary"], hidden], finer),
-        ("output_norm.weight", [hidden], kinds.F32),
-    ]
-    queries, keys = num_heads * width, num_key_heads * width
-    for layer in range(shape["layers"]):
-        is_finer = not is_gpt and layer % 2 == 0
-        of_layer = {
-            "attn_norm.weight": ([hidden], kinds.F32),
-            "attn_q.weight": ([queries, hidden], most),
-            "attn_k.weight": ([keys, hidden], most),
-            "attn_v.weight": ([keys, hidden], finer if is_finer else most),
-            "attn_output.weight": ([hidden, queries], most),
-            "ffn_gate_inp.weight": ([num_experts, hidden], kinds.F32),
-            "ffn_gate_exps.weight": ([num_experts, inner, hidden], of_experts),
-            "ffn_up_exps.weight": ([num_experts, inner, hidden], of_experts),
-            "ffn_down_exps.weight": ([num_experts, hidden, inner], finer if is_finer else of_experts),
-        }
-        if is_gpt:
-            sizes = {"attn_q": queries, "attn_k": keys, "attn_v": keys, "attn_output": hidden}
-            of_layer |= {f"{each}.bias": ([size], kinds.F32) for each, size in sizes.items()}
-            of_layer |= {
-                "post_attention_norm.weight": ([hidden], kinds.F32),
-                "attn_sinks.weight": ([num_heads], kinds.F32),
-                "ffn_gate_inp.bias": ([num_experts], kinds.F32),
-                "ffn_gate_exps.bias": ([num_experts, inner], kinds.F32),
-                "ffn_up_exps.bias": ([num_experts, inner], kinds.F32),
-                "ffn_down_exps.bias": ([num_experts, hidden], kinds.F32),
-            }
-        else:
-            of_layer |= {
-                "ffn_norm.weight": ([hidden], kinds.F32),
-                "attn_q_norm.weight": ([width], kinds.F32),
-                "attn_k_norm.weight": ([width], kinds.F32),
-            }
-        tensors += [(f"blk.{layer}.{each}", *of) for each, of in of_layer.items()]
-    for each, size, kind in tensors:
-        if kind == kinds.F32:
-            writer.add_tensor_info(each, size, np.dtype(np.float32), 4 * math.prod(size))
-        else:
-            block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-            in_bytes = [*size[:-1], size[-1] // block * num_bytes]
-            writer.add_tensor_info(each, in_bytes, np.dtype(np.uint8), math.prod(in_bytes), kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    written: dict[Any, np.ndarray] = {}
-    rng = np.random.default_rng(0)
-    for each, size, kind in tensors:
-        if kind == kinds.F32:
-            is_norm = each.endswith("norm.weight")
-            values = np.ones(size) if is_norm else STD * rng.standard_normal(size)
-            writer.write_tensor_data(values.astype(np.float32))
-            continue
-        if (*size, kind) not in written:
-            written[*size, kind] = _random_blocks(size, kind, len(written))
-        writer.write_tensor_data(written[*size, kind])
-    writer.close()
-
-
-def _gguf_info(name: str, shape: list[int], quantisation: Any) -> tuple[Any, ...]:
-    """A tensor's name, shape, type and bytes as the writer wants them before its data."""
-    import gguf
-
-    ending = next(each for each in GGUF_NAMES if name.endswith(each))
-    theirs = GGUF_NAMES[ending]
-    if ".layers." in name:
-        theirs = f"blk.{name.split('.')[2]}.{theirs}"
-    if len(shape) == 1:
-        return theirs, shape, np.dtype(np.float32), 4 * shape[0]
-    block, size = gguf.GGML_QUANT_SIZES[quantisation]
-    in_bytes = [*shape[:-1], shape[-1] // block * size]
-    return theirs, in_bytes, np.dtype(np.uint8), int(np.prod(in_bytes)), quantisation
-
-
-# ------------------------------------------------------------------ one contender, in this process
 
 
 def peak_bytes() -> int:
@@ -451,13 +160,9 @@ def _products_ms(runner: Any) -> dict[str, float]:
 
 
 def _of_llama_bench(program: list[str], path: Path) -> dict[str, Any]:
-    sizes = ["-p", f"{SHORT},{LONG}", "-n", str(NEW_TOKENS), "-t", str(torch.get_num_threads())]
-    command = [*program, "-m", str(path), *sizes, "-r", "1", "-o", "json"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    runs = json.loads(ran.stdout[ran.stdout.index("[") :])
-    read = {run["n_prompt"]: run["avg_ns"] / 1e6 for run in runs if run["n_gen"] == 0}
-    (decoded,) = (run["avg_ns"] / 1e6 / run["n_gen"] for run in runs if run["n_gen"])
-    return {"first_64_ms": read[SHORT], "first_2000_ms": read[LONG], "ms_per_token": decoded}
+    ms = llama_bench(program, path, [SHORT, LONG], NEW_TOKENS)
+    read = {f"first_{length}_ms": ms[length, 0] for length in (SHORT, LONG)}
+    return read | {"ms_per_token": ms[0, NEW_TOKENS] / NEW_TOKENS}
 
 
 def _of_llama_cpp(path: Path, prompts: dict[int, Tensor], began: float) -> dict[str, Any]:
@@ -541,7 +246,7 @@ def prepare(shape: str, directory: Path, contenders: list[str], tokenizer: Path)
 def _contenders(shape: str, options: argparse.Namespace) -> list[str]:
     """Those of the wanted ones that can read a shape, or one of ``--files``, and that are installed."""
     if shape in MIXTURES:
-        able = [each for each in OF_FILES if each.endswith(MIXTURES[shape]["kind"])]
+        able = [each for each in OF_FILES if each.endswith(MIXTURES[shape].kind)]
         default = able
     elif options.files:
         able, default = list(OF_FILES), ["file Q4_K_M"]

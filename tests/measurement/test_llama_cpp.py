@@ -10,7 +10,7 @@ from tiny_chat import VOCAB_SIZE, chat_base, chat_model
 from tiny_gguf import written_gguf
 
 from medusa.drafters.registry import DrafterSettings
-from medusa.measurement.llama_cpp import LEAST_SLOTS, LlamaCpp, answered_by
+from medusa.measurement.llama_cpp import LEAST_SLOTS, LlamaCpp, answered_by, llama_bench
 from medusa.measurement.systems import make_systems
 
 PROMPT = [5, 9, 2, 7, 1, 8]
@@ -183,3 +183,21 @@ def test_a_file_cut_short_is_refused(tiny_gguf):
     path.write_bytes(path.read_bytes()[:20000])
     with pytest.raises(ValueError, match=r"cannot load .*tiny-f32\.gguf.* convert or download it again"):
         LlamaCpp(path, VOCAB_SIZE)
+
+
+def test_what_llama_bench_prints_is_read_by_the_tokens_of_each_run(tmp_path):
+    program = tmp_path / "llama-bench"
+    program.write_text(BENCH)
+    ms = llama_bench([sys.executable, str(program), "-rtr", "1"], "a.gguf", [64, 2000], 24, repeats=3)
+    flags = "-rtr 1 -m a.gguf -p 64,2000 -n 24 -r 3 -t"
+    assert ms == {(64, 0): 64.0, (2000, 0): 2000.0, (0, 24): 240.0}
+    assert (tmp_path / "flags").read_text().startswith(flags)
+
+
+BENCH = """
+import json, pathlib, sys
+pathlib.Path(__file__).with_name("flags").write_text(" ".join(sys.argv[1:]))
+print("a line that is no JSON")
+read = [{"n_prompt": count, "n_gen": 0, "avg_ns": count * 1_000_000} for count in (64, 2000)]
+print(json.dumps([*read, {"n_prompt": 0, "n_gen": 24, "avg_ns": 240_000_000}]))
+"""
