@@ -138,11 +138,16 @@ def has_tiles(wanted: bool | None = None) -> bool:
 
 def _compiled(compiler: str) -> Path:
     """The library in the user's cache, compiled first if it does not exist."""
-    path = kept_library("kernels", digest_of(source_text(), compiler, FLAGS))
+    path = kept_kernels(compiler)
     text = f"compiling kernels for this processor: some seconds, once; kept in {path.parent}"
     compile_library(path, text, lambda directory: _built(compiler, directory / "kernels.so"))
     check_library(path)
     return path
+
+
+def kept_kernels(compiler: str) -> Path:
+    """Where the library of kernels is, or will be."""
+    return kept_library("kernels", digest_of(source_text(), compiler, FLAGS))
 
 
 def _compiled_for_this_process(compiler: str) -> Path:
@@ -480,7 +485,7 @@ def uses_twelve_bits(wanted: bool | None = None) -> bool:
 
 def _kept_ratios() -> dict[str, float]:
     """:func:`_time_ratios` of this machine, measured once."""
-    digest = digest_of(source_text(), found_compiler(), FLAGS)
+    digest = digest_of(source_text(), found_compiler(), FLAGS, torch.get_num_threads())
     path = kept_library("twelve-bits", digest).with_suffix(".json")
     try:
         if path.exists():

@@ -1,7 +1,7 @@
 """Libraries that are compiled for this processor and kept on disk.
 
-They are kept in the user's cache directory, under a digest of all inputs: the computation, the versions of
-torch and transformers, the processor and its threads.
+They are kept in the user's cache directory, under a digest of all that a library depends on: torch and the
+processor, and what its caller names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from medusa import files
 from medusa.assets import cache_home
@@ -64,15 +63,13 @@ def found_compiler() -> str | None:
 
 
 def digest_of(*depends_on: Any) -> str:
-    """A digest of ``depends_on`` as it prints, and of where libraries run."""
-    versions = torch.__version__, transformers.__version__
+    """A digest of ``depends_on`` as it prints, of the version of torch and of the processor."""
     instructions = (
         torch.backends.cpu.get_cpu_capability(),
         *(known() for known in (torch.cpu._is_vnni_supported, torch.cpu._is_amx_tile_supported)),
     )
-    processor = platform.machine(), instructions, processor_features()
-    runs_on = *processor, torch.get_num_threads()
-    return hashlib.sha256(repr((versions, runs_on, depends_on)).encode()).hexdigest()[:24]
+    runs_on = torch.__version__, platform.machine(), instructions, processor_features()
+    return hashlib.sha256(repr((runs_on, depends_on)).encode()).hexdigest()[:24]
 
 
 def kept_library(name: str, digest: str) -> Path:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from medusa.base.experts import is_experts
@@ -77,6 +78,8 @@ class Part:
             [[tensor.dtype for tensor in inputs] for inputs in self.trials],
             code_of(self.module),
             source_text(),
+            transformers.__version__,
+            torch.get_num_threads(),
             VERSION,
         )
         return kept_library(self.name, digest)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from conftest import GROUPED, VOCAB_SIZE, left_padded, needs_kernels, needs_newest, random_prompts, tiny_model
 from transformers import (
     DogeConfig,
@@ -25,7 +26,7 @@ from medusa.assets import cache_home
 from medusa.base.causal_lm import lm_head, new_cache, prefill, verify
 from medusa.decoding.batch import BatchLimits, Row
 from medusa.engine import compiled as compiled_passes
-from medusa.engine import pass_parts
+from medusa.engine import kernels, pass_parts
 from medusa.engine.compiled import CompiledPass, layers_unsupported_reason, library_paths
 from medusa.engine.engine_state import apply_engine
 from medusa.engine.kernels import kernels_unsupported_reason
@@ -211,6 +212,21 @@ def test_a_library_is_named_for_all_that_it_depends_on_but_weights(monkeypatch):
         monkeypatch.setattr(pass_parts, "MOST_TOGETHER", together)
         two_kinds = library_paths(apply_engine(tiny_model("gemma3"), "packed"))
         assert len(two_kinds) == libraries, "layers of two kinds in one library, or in one each"
+
+
+def test_another_transformers_or_number_of_threads_has_its_own_libraries_and_the_same_kernels(monkeypatch):
+    view = apply_engine(tiny_model("llama"), "packed")
+    before = set(library_paths(view))
+    compiler = kernels.found_compiler()
+    kernels_before = kernels.kept_kernels(compiler)
+    for module, name, value in (
+        (transformers, "__version__", "5.0.0"),
+        (torch, "get_num_threads", lambda: 99),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, value)
+            assert not before & set(library_paths(view)), name
+            assert kernels.kept_kernels(compiler) == kernels_before
 
 
 @pytest.mark.parametrize("engine", ["packed", "int8"])

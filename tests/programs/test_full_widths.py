@@ -36,6 +36,7 @@ def test_every_draft_writes_the_plain_text_at_full_width(wide, engines, steps):
     assert sum(tried.passed.values()) == sum(22 if engine == "packed" else 16 for engine in engines)
 
 
+@pytest.mark.slow
 def test_heads_that_read_their_path_and_score_all_tokens_draft_on_a_base_that_is_named(wide):
     tried = full_widths.Tried()
     full_widths.try_heads(wide, tried, kinds=[("shared", True), ("full", True)])
