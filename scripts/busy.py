@@ -1,11 +1,11 @@
 """How fast a base decodes while other processes compute on the same cores.
 
     python scripts/busy.py --base qwen2.5-coder-1.5b
-    LLAMA_BENCH="build/bin/llama-bench" python scripts/busy.py --base qwen2.5-coder-1.5b
+    LLAMA_BENCH="build/bin/llama-bench" python scripts/busy.py --base qwen2.5-coder-1.5b --transformers
 
-The other processes only count. They run in this session, so that the system gives each as much of a core as
-each of the threads that decode, or less with a niceness. Plain and default decoding take turns, and so do the
-numbers of processes. The last line is one JSON object.
+The other processes only count, or one more decodes with the same base. They run in this session, so that the
+system gives each as much of a core as each of the threads that decode, or less with a niceness. What is
+measured takes turns, and so do the other processes. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -17,34 +17,59 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from medusa import CandidateTree, MedusaModel
 from medusa.assets import DEFAULT_HEADS, base_named
+from medusa.base.gguf_file import is_gguf
 from medusa.console import log_console
 from medusa.hardware import use_threads
 from medusa.measurement.llama_cpp import llama_bench
 from medusa.measurement.report import end_with_json
 from medusa.prompts import encode_prompt, read_prompts
 
-LEVELS = ((0, 0), (1, 0), (2, 0), (1, 10), (2, 10))
-"""How many other processes there are, and their niceness."""
+LEVELS = {
+    "nothing": [],
+    "one busy process": [0],
+    "two": [0, 0],
+    "one with nice 10": [10],
+    "two with nice 10": [10, 10],
+}
+"""The niceness of each process that counts."""
+ITSELF = "another of itself"
+SECONDS_TO_LOAD = 12.0
+"""For another of itself, whose libraries are compiled."""
+NEW_TOKENS = {"transformers": 6, "llama-bench": 24}
+"""Tokens of those that are slower."""
 
 
 @contextmanager
-def busy_processes(count: int, niceness: int) -> Iterator[None]:
-    code = f"import os; os.nice({niceness})\nwhile True: pass"
-    others = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(count)]
+def beside(commands: list[list[str]], seconds: float) -> Iterator[None]:
+    """Other processes run meanwhile; ``seconds`` are left to them to begin."""
+    others = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
     try:
-        time.sleep(0.5)  # until they count
+        time.sleep(seconds)
         yield
     finally:
         for other in others:
             other.kill()
             other.wait()
+
+
+def counting(niceness: int) -> list[str]:
+    return [sys.executable, "-c", f"import os; os.nice({niceness})\nwhile True: pass"]
+
+
+def loaded(base: str) -> MedusaModel:
+    model = MedusaModel.from_pretrained(base, DEFAULT_HEADS, step="compiled")
+    model.compile()
+    return model
 
 
 def ms_a_token(
@@ -54,6 +79,23 @@ def ms_a_token(
     output = model.generate(**prompt, max_new_tokens=num_tokens, tree=tree)
     seconds = time.perf_counter() - started
     return 1e3 * seconds / (output.shape[1] - prompt["input_ids"].shape[1])
+
+
+def of_transformers(base: str) -> Callable[[dict[str, torch.Tensor]], float]:
+    """The weights in bfloat16, or widened to it."""
+    path = Path(base_named(base))
+    where = (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (path, {})
+    model: Any = AutoModelForCausalLM.from_pretrained(where[0], dtype=torch.bfloat16, **where[1])
+
+    def ms(prompt: dict[str, torch.Tensor]) -> float:
+        times = []
+        for num_tokens in (1, 1 + NEW_TOKENS["transformers"]):  # their difference has no prompt in it
+            started = time.perf_counter()
+            model.generate(**prompt, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False)
+            times.append(time.perf_counter() - started)
+        return 1e3 * (times[1] - times[0]) / NEW_TOKENS["transformers"]
+
+    return ms
 
 
 def main() -> None:
@@ -69,37 +111,51 @@ def main() -> None:
         default=os.environ.get("LLAMA_BENCH"),
         help="that program of llama.cpp, for a base that is a GGUF file; else what LLAMA_BENCH says",
     )
+    parser.add_argument("--transformers", action="store_true", help="measure it too, in bfloat16")
+    parser.add_argument("--for-ever", action="store_true", help="only decode, for a parent")
     options = parser.parse_args()
     use_threads()
     log = log_console()
-    model = MedusaModel.from_pretrained(options.base, DEFAULT_HEADS, step="compiled")
-    model.compile()
+    model = loaded(options.base)
     prompts = [
         encode_prompt(model.tokenizer, prompt) for prompt in read_prompts(options.prompts, options.limit)
     ]
-    contenders = {"plain": CandidateTree.chain(0), "default": None}
-    for tree in contenders.values():  # warm
-        ms_a_token(model, prompts[0], options.max_new_tokens, tree)
-    results: dict[str, dict[str, list[float]]] = {}
+    while options.for_ever:
+        ms_a_token(model, prompts[0], options.max_new_tokens, None)
+
+    def decoding(tree: CandidateTree | None) -> Callable[[dict[str, torch.Tensor]], float]:
+        return lambda prompt: ms_a_token(model, prompt, options.max_new_tokens, tree)
+
+    def of_llama_bench(_: Any) -> float:
+        count = NEW_TOKENS["llama-bench"]
+        ms = llama_bench(shlex.split(options.llama_bench), base_named(options.base), [], count)
+        return ms[0, count] / count
+
+    contenders = {"plain": decoding(CandidateTree.chain(0)), "default": decoding(None)}
+    if options.llama_bench:
+        contenders["llama-bench"] = of_llama_bench
+    if options.transformers:
+        contenders["transformers"] = of_transformers(options.base)
+    for measure in contenders.values():  # warm
+        measure(prompts[0])
+    levels = {level: [counting(niceness) for niceness in each] for level, each in LEVELS.items()}
+    itself = [sys.executable, __file__, "--base", options.base, "--prompts", options.prompts, "--for-ever"]
+    levels[ITSELF] = [itself]
+    results: dict[str, dict[str, list[float]]] = {level: {} for level in levels}
     for number, prompt in enumerate(prompts, 1):
-        for count, niceness in LEVELS:
-            level = f"{count} busy" + f", nice {niceness}" * bool(niceness)
-            found = results.setdefault(level, {})
-            with busy_processes(count, niceness):
-                for name, tree in contenders.items():
-                    found.setdefault(name, []).append(ms_a_token(model, prompt, options.max_new_tokens, tree))
-                if options.llama_bench:
-                    ms = llama_bench(shlex.split(options.llama_bench), base_named(options.base), [], 24)
-                    found.setdefault("llama-bench", []).append(ms[0, 24] / 24)
+        for level, commands in levels.items():
+            with beside(commands, SECONDS_TO_LOAD if level == ITSELF else 0.5):
+                for name, measure in contenders.items():
+                    results[level].setdefault(name, []).append(measure(prompt))
         log.print(f"{number} of {len(prompts)} prompts")
     medians = {
         level: {name: statistics.median(values) for name, values in found.items()}
         for level, found in results.items()
     }
-    idle = medians["0 busy"]
+    idle = medians["nothing"]
     for level, found in medians.items():
-        told = (f"{name} {ms:.1f} ms a token ({ms / idle[name]:.2f}x of idle)" for name, ms in found.items())
-        log.print(f"{level}: {'; '.join(told)}")
+        each = (f"{name} {ms:.1f} ms a token ({ms / idle[name]:.2f}x of idle)" for name, ms in found.items())
+        log.print(f"beside {level}: {'; '.join(each)}")
     end_with_json({"base": options.base, "threads": torch.get_num_threads(), "ms_per_token": medians}, None)
 
 
