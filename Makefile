@@ -5,6 +5,7 @@
 #   make test     the tests, exactness on the real base model included
 #   make test-oldest  tests with the oldest transformers that is allowed; ROOMS="tests/base ..." names some
 #   make test-newest  a few tests where `pip install .` alone chose the newest version of everything
+#   make test-arm the kernels' tests as compiled for 64-bit ARM, emulated; it says which programs it needs
 #   make check    lint, format, types, direction of imports
 #   make format   rewrite files the way `make check` wants them
 #   make docs     the documentation with the API reference, into site/; a broken link is an error
@@ -22,7 +23,7 @@ ROOMS  ?= tests/base tests/decoding tests/drafters tests/engine tests/heads
 export TOKENIZERS_PARALLELISM := false
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-oldest test-newest lint check format docs bench measure setup models
+.PHONY: help demo test test-oldest test-newest test-arm lint check format docs bench measure setup models
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -118,6 +119,9 @@ test-newest:
 	$(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --no-compile . pytest pytest-xdist hypothesis openai
 	OMP_NUM_THREADS=1 .venv-newest/bin/pytest -n $(TEST_PROCESSES) --dist worksteal -W error::FutureWarning $(NEWEST)
+
+test-arm: .venv/.installed
+	$(BIN)/python scripts/test_arm.py
 
 check: lint
 	$(BIN)/ruff format --check .

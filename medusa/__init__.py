@@ -11,8 +11,18 @@ Depth counts from 1; depth 0 is the root token, the base model's own next token.
 unless said otherwise: "(B, T) long" is a tensor of shape (B, T) and dtype torch.long.
 """
 
+import sys
 from importlib import import_module
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
+
+try:
+    import fcntl
+except ImportError:
+    _needed = "medusa needs Linux (on Windows: WSL), and Python has no fcntl here, which locks files there"
+    if PurePath(sys.argv[0]).stem in ("medusa", "-m"):  # the command: no traceback
+        raise SystemExit(f"error: {_needed}") from None
+    raise ImportError(_needed) from None
 
 if TYPE_CHECKING:  # what type checkers and editors see; _HOME says the same to Python
     from medusa.decoding.statistics import DecodingStatistics, MedusaOutput

@@ -183,7 +183,8 @@ def _built(compiler: str, path: Path) -> Path:
     """The library at ``path``; its sources are compiled side by side, as many as there are cores, the longest
     first."""
     root = Path(torch.__file__).parent
-    tuned = "-mcpu=native" if os.uname().machine == "aarch64" else "-march=native"
+    is_arm = os.uname().machine in ("aarch64", "arm64")  # the second on macOS
+    tuned = "-mcpu=native" if is_arm else "-march=native"
     includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
     linked = [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
     sources = sorted(CPP.glob("*.cpp"), key=lambda source: source.stat().st_size, reverse=True)

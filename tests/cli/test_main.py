@@ -1,6 +1,7 @@
 import contextlib
 import io
 import json
+import os
 import re
 import runpy
 import shutil
@@ -548,3 +549,26 @@ def test_a_system_message_that_the_template_refuses_is_its_words(saved, capsys, 
         said = ran(capsys, map(str, [*words, "--system", "Be brief."]), 1).err
         assert "refuses the conversation: System role not supported; leave the system message out" in said
         assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("command", ["chat", "--version"])
+@pytest.mark.parametrize("started", ["as a module", "as a script"])
+def test_a_command_on_windows_says_in_one_line_that_it_needs_linux(tmp_path, started, command):
+    script = tmp_path / "medusa"
+    script.write_text("import sys; from medusa.cli.main import main; sys.exit(main())")
+    words = ["-m", "medusa"] if started == "as a module" else [str(script)]
+    result = run_without_fcntl(tmp_path, *words, command)
+    assert result.returncode == 1 and not result.stdout
+    assert re.fullmatch(r"error: medusa needs Linux \(on Windows: WSL\).*\n", result.stderr)
+
+
+def test_an_import_on_windows_raises_an_import_error_that_says_the_same(tmp_path):
+    code = "try: import medusa\nexcept ImportError as error: print(error)"
+    assert run_without_fcntl(tmp_path, "-c", code).stdout.startswith("medusa needs Linux (on Windows: WSL)")
+
+
+def run_without_fcntl(directory, *words):
+    """Python with ``words``, which has no module fcntl, as on Windows."""
+    (directory / "sitecustomize.py").write_text("import sys; sys.modules['fcntl'] = None")
+    environment = {**os.environ, "PYTHONPATH": f"{directory}{os.pathsep}{CHECKOUT}"}
+    return subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -575,6 +576,18 @@ def test_where_the_cache_cannot_be_written_kernels_are_built_for_this_process(un
     assert "compiled for this process only" in capsys.readouterr().err
 
 
+@needs_kernels
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64", "arm64"])
+def test_the_compiler_is_asked_for_this_processor_by_the_name_that_it_knows(tmp_path, monkeypatch, machine):
+    commands = []
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine=machine))
+    monkeypatch.setattr(kernels, "_run", commands.append)
+    monkeypatch.setattr(Path, "unlink", lambda path: None)
+    kernels._built("c++", tmp_path / "kernels.so")
+    option = "-march=native" if machine == "x86_64" else "-mcpu=native"
+    assert all(option in command for command in commands[:-1])
+
+
 ELSEWHERE = """
 import sys, pytest
 from medusa.engine import kernels
@@ -595,15 +608,19 @@ LEVELS = {
     "x86-64-v3": "avx2",
     "x86-64": "sse2",
     "tiles in software": "avx512_bf16",
+    "armv8.2-a+dotprod+i8mm": "i8mm",
+    "armv8.2-a+dotprod": "asimddp",
+    "armv8-a": "asimd",
 }
-"""Processors with AVX-512, AVX2 and neither, and what ``/proc/cpuinfo`` calls it; and tile registers that are
-arrays."""
+"""Processors with AVX-512, AVX2 and neither, and what ``/proc/cpuinfo`` calls it; tile registers that are
+arrays; and ARM with and without the instructions for products of int8."""
 
 
 def passed_elsewhere(level, *flags, tests, environment=None):
     """Runs ``tests`` in a process whose kernels are compiled for ``level``."""
-    if platform.machine() != "x86_64" or sys.platform != "linux":
-        pytest.skip("flags of x86-64")
+    is_arm = level.startswith("armv8")
+    if platform.machine() != ("aarch64" if is_arm else "x86_64") or sys.platform != "linux":
+        pytest.skip("flags of another architecture")
     if LEVELS[level] not in Path("/proc/cpuinfo").read_text():
         pytest.skip(f"this processor has no {LEVELS[level]}")
     all_flags = TILES_IN_SOFTWARE if level == "tiles in software" else (f"-march={level}",)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from medusa import load_heads
 from medusa.heads.checkpoint import HeadsCheckpoint, save_heads
 from medusa.training.data.loading import Dataset
 from medusa.training.run.metrics import calibrated_tree
-from medusa.training.run.trainer import Trainer
+from medusa.training.run.trainer import Trainer, _peak_memory
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 
@@ -477,3 +479,14 @@ def test_answers_too_short_for_the_heads_give_no_tree(tmp_path):
     rows = [conversation(f"question {i}", "ok") for i in range(20)]
     trainer = new_trainer(tmp_path, rows)
     assert calibrated_tree(trainer.base, trainer.heads, trainer.data.held_out, 6) is None
+
+
+def test_peak_memory_is_counted_in_bytes_where_the_system_counts_in_kib_and_where_it_counts_in_bytes(
+    monkeypatch,
+):
+    monkeypatch.setattr(resource, "getrusage", lambda who: Mock(ru_maxrss=3 * 2**20))
+    peaks = []
+    for system in ("linux", "darwin"):
+        monkeypatch.setattr(sys, "platform", system)
+        peaks.append(_peak_memory(torch.device("cpu")))
+    assert peaks == [3 * 2**30, 3 * 2**20]
