@@ -238,10 +238,11 @@ WIDTH_SETTINGS = (
 )
 
 
-def gguf_file(architecture: str, matrices: Type, others: Type) -> Write:
+def gguf_file(architecture: str, matrices: Type, others: Type, is_tied: bool = False) -> Write:
     def written(directory: Path, widths: Widths) -> Path:
         sizes = {} if widths is TINY else {"hidden": widths.hidden, "vocab_size": widths.text["vocab_size"]}
-        return write_model(directory / "model.gguf", architecture, matrices, others, **sizes)
+        path = directory / "model.gguf"
+        return write_model(path, architecture, matrices, others, is_tied=is_tied, **sizes)
 
     return written
 
@@ -270,7 +271,7 @@ KINDS: dict[str, dict[str, Write]] = {
         "Q4_K_M, Llama": gguf_file("llama", Type.Q4_K, Type.Q6_K),
         "Q5_K_M, Qwen3": gguf_file("qwen3", Type.Q5_K, Type.Q6_K),
         "Q8_0, Qwen2.5": gguf_file("qwen2", Type.Q8_0, Type.Q8_0),
-        "IQ4_XS, Gemma 3": gguf_file("gemma3", Type.IQ4_XS, Type.Q6_K),
+        "IQ4_XS, Gemma 3, tied": gguf_file("gemma3", Type.IQ4_XS, Type.Q6_K, is_tied=True),
         "Q4_K_M, Qwen3 MoE": gguf_file("qwen3moe", Type.Q4_K, Type.Q6_K),
         "MXFP4, GPT-OSS": gguf_file("gpt-oss", Type.Q8_0, Type.Q8_0),
     },

@@ -23,10 +23,11 @@ pytestmark = needs_kernels
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 WIDER = 1.3
 """Bytes held for each byte of the files, at most: norms are widened, and panels padded."""
-WIDER_FP8 = 2.0
+TWICE = 2.0
+"""FP8 is widened to bfloat16; and an LM head is packed beside the rows of a tied embedding in the file."""
 NAMED = [(section, kind) for section, kinds in KINDS.items() for kind in kinds]
 PAGE = CHECKOUT / "docs" / "guides" / "checkpoints.md"
-ROW = re.compile(r"^\| (.+?) \|((?: [\d.]+ \|){3})$", re.MULTILINE)
+ROW = re.compile(r"^\| (.+?) \| ([\d.]+ \| [\d.]+ \| [\d.]+) \|$", re.MULTILINE)
 HEADINGS = "| kind | files, GB | named before, GB | held, GB |\n|---|---:|---:|---:|\n"
 
 
@@ -69,7 +70,7 @@ def loaded(section, kind, widths, directory, monkeypatch):
     own = theirs(path)
     with torch.no_grad():
         expected, logits = own(ids).logits, model.engine_base(ids).logits
-    assert (logits - expected).abs().max() < 1e-4 * (1 + expected.abs().max())
+    assert (logits - expected).abs().max() < 3e-4 * (1 + expected.abs().max())
     reference = own.generate(ids, **GREEDY, attention_mask=torch.ones_like(ids))
     del own
     tree = (
@@ -84,7 +85,8 @@ def loaded(section, kind, widths, directory, monkeypatch):
 
 def check_memory(sizes, kind):
     assert sizes.named / 1.1 < sizes.held < sizes.named * 1.1
-    assert sizes.held < (WIDER_FP8 if "FP8" in kind else WIDER) * sizes.in_files
+    is_twice = "FP8" in kind or "tied" in kind
+    assert sizes.held < (TWICE if is_twice else WIDER) * sizes.in_files
 
 
 @pytest.mark.parametrize(("section", "kind"), NAMED)
@@ -94,15 +96,26 @@ def test_a_kind_loads_by_its_name_exactly_and_in_the_memory_that_was_named(
     check_memory(loaded(section, kind, TINY, tmp_path, monkeypatch), kind)
 
 
+def rows_of_page():
+    sections = re.split(r"^## (.+)$", PAGE.read_text(), flags=re.MULTILINE)[1:]
+    return {
+        (section, kind): numbers
+        for section, text in zip(sections[::2], sections[1::2], strict=True)
+        for kind, numbers in ROW.findall(text)
+    }
+
+
 @pytest.fixture(scope="module")
 def page(request):
-    """Rows of the page by section and kind. With ``--write-pages`` it is written anew once all are there:
+    """Rows of the page by section and kind. With ``--write-pages`` those that were tried are written anew:
     ``pytest -m slow tests/engine/test_loaded_forms.py --write-pages``."""
     rows = {}
     yield rows
-    if request.config.getoption("--write-pages") and set(rows) == set(NAMED):
+    if request.config.getoption("--write-pages") and rows:
+        rows = rows_of_page() | rows
         tables = [
-            f"## {section}\n\n{HEADINGS}" + "".join(f"| {kind} | {rows[section, kind]} |\n" for kind in kinds)
+            f"## {section}\n\n{HEADINGS}"
+            + "".join(f"| {kind} | {rows[section, kind]} |\n" for kind in kinds if (section, kind) in rows)
             for section, kinds in KINDS.items()
         ]
         head, _, _ = PAGE.read_text().partition("\n## ")
@@ -119,13 +132,7 @@ def test_so_does_one_as_wide_as_real_models(section, kind, tmp_path, monkeypatch
 
 
 def test_the_page_names_the_kinds_that_are_tried():
-    sections = re.split(r"^## (.+)$", PAGE.read_text(), flags=re.MULTILINE)[1:]
-    names = [
-        (section, name)
-        for section, text in zip(sections[::2], sections[1::2], strict=True)
-        for name, _ in ROW.findall(text)
-    ]
-    assert names == NAMED
+    assert list(rows_of_page()) == NAMED
 
 
 def test_experts_that_are_not_whole_are_refused_by_name(tmp_path):
