@@ -19,6 +19,7 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 import platform
 import shlex
 import socket
@@ -142,12 +143,22 @@ def experiments() -> dict[str, Experiment]:
 
 
 def to_argv(command: str) -> list[str]:
-    """The command of a document as this Python runs it, behind the variables that it sets."""
+    """The command of a document as this Python runs it, behind the variables that it sets. Another program
+    is named by a variable of the environment.
+
+    Raises:
+        ValueError: that variable is not set.
+    """
     words = shlex.split(command)
     variables = list(itertools.takewhile(lambda word: "=" in word, words))
     program, *rest = words[len(variables) :]
-    module = ["-m", "medusa"] if program == "medusa" else []
-    return [*(["env", *variables] if variables else []), sys.executable, *module, *rest]
+    runs = {"python": [sys.executable], "medusa": [sys.executable, "-m", "medusa"]}
+    if program.startswith("$"):
+        name = program.removeprefix("$")
+        if name not in os.environ:
+            raise ValueError(f"{name} must name the program that is measured beside: {command}")
+        runs[program] = shlex.split(os.environ[name])
+    return [*(["env", *variables] if variables else []), *runs[program], *rest]
 
 
 @contextlib.contextmanager

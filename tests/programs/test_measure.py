@@ -125,3 +125,20 @@ def test_the_pages_are_what_the_experiments_found():
     for path, text in program.pages(program.experiments()).items():
         written = path.read_text(encoding="utf-8")
         assert written.replace(program.OLDER, "") == text.replace(program.OLDER, ""), path
+
+
+def test_another_program_is_named_by_a_variable(monkeypatch):
+    monkeypatch.setenv("OTHER_SERVER", "env -i serve --fast")
+    assert program.to_argv("A=1 $OTHER_SERVER -m x") == [
+        "env",
+        "A=1",
+        "env",
+        "-i",
+        "serve",
+        "--fast",
+        "-m",
+        "x",
+    ]
+    monkeypatch.delenv("OTHER_SERVER")
+    with pytest.raises(ValueError, match="OTHER_SERVER must name the program"):
+        program.to_argv("$OTHER_SERVER -m x")
