@@ -129,7 +129,7 @@ def test_the_pages_are_what_the_experiments_found():
 
 def test_another_program_is_named_by_a_variable(monkeypatch):
     monkeypatch.setenv("OTHER_SERVER", "env -i serve --fast")
-    assert program.to_argv("A=1 $OTHER_SERVER -m x") == [
+    assert measure.to_argv("A=1 $OTHER_SERVER -m x") == [
         "env",
         "A=1",
         "env",
@@ -141,4 +141,4 @@ def test_another_program_is_named_by_a_variable(monkeypatch):
     ]
     monkeypatch.delenv("OTHER_SERVER")
     with pytest.raises(ValueError, match="OTHER_SERVER must name the program"):
-        program.to_argv("$OTHER_SERVER -m x")
+        measure.to_argv("$OTHER_SERVER -m x")
