@@ -213,6 +213,16 @@ OF_IMAGES: dict[str, Model] = {
         experts_of_qwen,
         mrope_interleaved=True,
     ),
+    "Qwen2-Audio": of_sound(
+        "qwen2_audio",
+        "qwen2",
+        {
+            **{"model_type": "qwen2_audio_encoder", "d_model": 16, "encoder_layers": 1},
+            **{"encoder_attention_heads": 2, "encoder_ffn_dim": 16, "num_mel_bins": 8},
+            "max_source_positions": 16,
+        },
+        audio_token_index=60,
+    ),
     "Voxtral": of_sound(
         "voxtral",
         "llama",
@@ -311,12 +321,12 @@ def in_mxfp4(directory: Path, widths: Widths = TINY) -> Path:
     return directory
 
 
-def quantised(form: str) -> Write:
+def quantised(form: str, architecture: str = "llama", is_tied: bool = False, **settings: Any) -> Write:
     """A directory in a form of :mod:`quantised_directories`."""
 
     def written(directory: Path, widths: Widths) -> Path:
         sizes = {} if widths is TINY else {name: widths.text[name] for name in WIDTH_SETTINGS}
-        write_directory(directory, form, **sizes)
+        write_directory(directory, form, architecture, is_tied, **sizes, **settings)
         return directory
 
     return written
@@ -365,6 +375,9 @@ KINDS: dict[str, dict[str, Write]] = {
         "compressed-tensors, FP8": quantised("fp8, channels"),
         "FP8 in blocks": quantised("fp8, blocks"),
         "MXFP4, GPT-OSS": in_mxfp4,
+        "AWQ, Qwen2.5, tied": quantised("awq", "qwen2", is_tied=True),
+        "GPTQ, 8 bits": quantised("gptq, 8 bits"),
+        "compressed-tensors, W4A16 with zeros, Phi-3": quantised("w4a16, zeros", "phi3", pad_token_id=0),
     },
     "GGUF files": {
         "Q4_K_M, Llama": gguf_file("llama", Type.Q4_K, Type.Q6_K),
@@ -375,6 +388,7 @@ KINDS: dict[str, dict[str, Write]] = {
         "MXFP4, GPT-OSS": gguf_file("gpt-oss", Type.Q8_0, Type.Q8_0),
         "Q4_K_M, Phi-3": gguf_file("phi3", Type.Q4_K, Type.Q6_K),
         "Q5_K_M, Gemma 2, tied": gguf_file("gemma2", Type.Q5_K, Type.Q6_K, is_tied=True),
+        "Q2_K, Llama": gguf_file("llama", Type.Q2_K, Type.Q3_K),
         "F16, Qwen3": gguf_file("qwen3", Type.F16, Type.F16),
         "Q4_0 in two files, Llama 3.1": gguf_file(
             "llama", Type.Q4_0, Type.Q6_K, has_rope_factors=True, num_files=2

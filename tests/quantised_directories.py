@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, Qwen2Config
 
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 VOCAB_SIZE, HIDDEN, INTERMEDIATE = 260, 256, 384
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config}
+CONFIGS = {"llama": LlamaConfig, "phi3": Phi3Config, "qwen2": Qwen2Config}
 
 
 @dataclass
