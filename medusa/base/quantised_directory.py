@@ -128,6 +128,7 @@ class QuantisedDirectory:
             name
             for name in self.tensors
             if name not in placed and not UNUSED.search(name) and (has_layers or not OF_LAYERS.search(name))
+            if not self._is_bias_of_zeros(name, layers)
         ]
         if left:
             raise self._refused(
@@ -142,6 +143,11 @@ class QuantisedDirectory:
                 "none; copy or download it again"
             )
         return layers
+
+    def _is_bias_of_zeros(self, name: str, layers: Mapping[str, QuantisedLayer]) -> bool:
+        """Whether a tensor is the bias that AutoGPTQ added to each layer, also of models without biases."""
+        layer, _, part = name.rpartition(".")
+        return self.method == "gptq" and part == "bias" and layer in layers and not self.tensor(name).any()
 
     def quantised_experts(self, model: Any) -> dict[str, tuple[int, int, int]]:
         """The matrices of experts of ``model`` that are in MXFP4 here, by name: experts, outputs and inputs.

@@ -262,6 +262,23 @@ def test_too_little_memory_is_said_before_anything_is_read(directories, monkeypa
             load_for_engine(directories("gptq")[0], engine)
 
 
+@torch.no_grad()
+def test_biases_of_zeros_that_older_files_of_gptq_have_are_left_out(directories, tmp_path):
+    path, expected = directories("gptq")
+    write_directory(tmp_path, "gptq")
+    tensors = tensors_of(path)
+    for name in [name for name in tensors if name.endswith(".qweight")]:
+        tensors[name.replace("qweight", "bias")] = torch.zeros(tensors[name].shape[1])
+    save_tensors(tmp_path, tensors)
+    ids = prompts()["input_ids"]
+    logits = load_for_engine(tmp_path, "packed")(ids).logits
+    torch.testing.assert_close(logits, expected(ids).logits, atol=1e-5, rtol=1e-5)
+    tensors[f"{NAME}.bias"][3] = 0.1
+    save_tensors(tmp_path, tensors)
+    with pytest.raises(ValueError, match=rf"tensor '{NAME}.bias' \(1 in all\) has no place"):
+        load_for_engine(tmp_path, "packed")
+
+
 # ------------------------------------------------------------------ refusals
 
 
