@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from conftest import GROUPED
 from gguf import GGMLQuantizationType as Type
-from quantised_directories import write_directory
+from quantised_directories import quantise_saved, write_directory
 from quantised_files import write_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
@@ -332,6 +332,14 @@ def quantised(form: str, architecture: str = "llama", is_tied: bool = False, **s
     return written
 
 
+def quantised_vl(directory: Path, widths: Widths) -> Path:
+    """A Qwen2.5-VL whose decoder layers are quantised, with its names of tensors as they were first saved."""
+    if widths is TINY:  # groups are of 128 inputs
+        sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "initializer_range": 0.05}
+        widths = replace(TINY, text={**TINY.text, **sizes}, axes=(8, 12, 12))
+    return quantise_saved(saved(OF_IMAGES["Qwen2.5-VL"](widths), directory))
+
+
 WIDTH_SETTINGS = (
     "vocab_size",
     "hidden_size",
@@ -376,6 +384,7 @@ KINDS: dict[str, dict[str, Write]] = {
         "FP8 in blocks": quantised("fp8, blocks"),
         "MXFP4, GPT-OSS": in_mxfp4,
         "AWQ, Qwen2.5, tied": quantised("awq", "qwen2", is_tied=True),
+        "AWQ, Qwen2.5-VL": quantised_vl,
         "GPTQ, 8 bits": quantised("gptq, 8 bits"),
         "compressed-tensors, W4A16 with zeros, Phi-3": quantised("w4a16, zeros", "phi3", pad_token_id=0),
     },

@@ -28,6 +28,7 @@ from medusa.base.loading import (
 )
 from medusa.base.quantised_directory import QuantisedDirectory, set_weight
 from medusa.base.quantised_forms import QuantisedLayer, QuantisedMatrix
+from medusa.base.stored_weights import FLOATS
 from medusa.console import counted, log_console, megabytes
 from medusa.engine.file_weights import (
     NarrowEmbedding,
@@ -98,7 +99,7 @@ def _check_widened_fits(name: str, num_weights: int, in_files: int) -> None:
 def _widened_directory(source: BaseSource, directory: QuantisedDirectory) -> CausalLM:
     arguments = source_arguments(source.arguments)
     model = directory.empty_model(**arguments)
-    directory.quantised_layers(model)
+    directory.of_text(model)
     in_files = sum(each.num_bytes for each in directory.tensors.values())
     _check_widened_fits(source.name, sum(each.numel() for each in model.parameters()), in_files)
     return directory.load_widened(torch.float32, **arguments)
@@ -106,8 +107,7 @@ def _widened_directory(source: BaseSource, directory: QuantisedDirectory) -> Cau
 
 def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: Engine) -> CausalLM:
     base = directory.empty_model(**source_arguments(source.arguments))
-    layers = directory.quantised_layers(base)
-    plain = directory.plain_names(base, layers)
+    layers, plain = directory.of_text(base)
     num_bytes = sum(directory.tensors[stored].num_bytes for stored in plain.values())
     num_bytes += sum(_bytes_held(each, engine) for each in layers.values())
     experts = directory.quantised_experts(base)
@@ -115,9 +115,13 @@ def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: E
     int8 = engine == "int8" and all(each.form == "fp8" for each in layers.values())
     head = lm_head(base)
     modules = dict(base.named_modules())
-    is_head_packed = all(modules[name] is not head for name in layers)
-    if is_head_packed and head.weight is base.get_input_embeddings().weight:  # beside its rows in the file
-        num_bytes += product_bytes(source.config.dtype or torch.bfloat16, *head.weight.shape, int8)
+    is_quantised = any(modules[name] is head for name in layers)
+    if head.weight is base.get_input_embeddings().weight and not is_quantised:
+        parameters = dict(base.named_parameters())
+        tied = next(stored for name, stored in plain.items() if parameters.get(name) is head.weight)
+        num_outputs, num_inputs = head.weight.shape
+        # packed beside its rows, which stay in the file
+        num_bytes += product_bytes(FLOATS[directory.tensors[tied].dtype], num_outputs, num_inputs, int8)
     check_fits(source.name, engine, lambda _: num_bytes, ())
     check_decodable(base)
     for name, stored in plain.items():
