@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from conftest import GROUPED
 from gguf import GGMLQuantizationType as Type
-from quantised_directories import write_directory
+from quantised_directories import quantise_saved, write_directory
 from quantised_files import write_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
@@ -90,8 +90,22 @@ def of_images(kind: str, text: str, vision: Mapping[str, Any], **settings: Any) 
     return made
 
 
-def of_qwen(kind: str, vision: Mapping[str, Any], **rotary: Any) -> Model:
-    """A model of Qwen that reads images: positions have three axes."""
+def of_sound(kind: str, text: str, audio: Mapping[str, Any], **settings: Any) -> Model:
+    """A model of ``kind`` that reads sound, whose text part is one of ``text``."""
+
+    def made(widths: Widths) -> Any:
+        config = AutoConfig.for_model(
+            kind, text_config={"model_type": text, **widths.text}, audio_config=audio, **settings
+        )
+        return auto_class(config).from_config(config)
+
+    return made
+
+
+def of_qwen(
+    kind: str, vision: Mapping[str, Any], experts: Callable[[Widths], Any] | None = None, **rotary: Any
+) -> Model:
+    """A model of Qwen that reads images: positions have three axes. ``experts``: settings of a mixture."""
 
     def made(widths: Widths) -> Any:
         axes = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(widths.axes), **rotary}
@@ -100,7 +114,7 @@ def of_qwen(kind: str, vision: Mapping[str, Any], **rotary: Any) -> Model:
             kind,
             f"{kind}_text",
             {"depth": 1, "num_heads": 2, "patch_size": 2, width: widths.hidden, **vision},
-            text_settings={"rope_parameters": axes},
+            text_settings={"rope_parameters": axes, **(experts(widths) if experts else {})},
             **{"image_token_id": 60, "video_token_id": 59},
         )(widths)
 
@@ -145,6 +159,28 @@ def with_yarn(widths: Widths) -> Any:
     return of_text("qwen2", widths, max_position_embeddings=16, rope_parameters=yarn)
 
 
+def experts_of_qwen(widths: Widths) -> dict[str, Any]:
+    return {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": widths.expert}
+
+
+def deepseek_v2_lite(widths: Widths) -> Any:
+    """Keys and values from one small state, a layer without experts, and experts that all tokens share."""
+    return of_text(
+        "deepseek_v2",
+        widths,
+        num_key_value_heads=widths.text["num_attention_heads"],
+        **{"q_lora_rank": None, "kv_lora_rank": 16, "n_group": 1, "topk_group": 1},
+        **{name: widths.text["head_dim"] for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")},
+        **{"n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": widths.expert, "first_k_dense_replace": 1},
+    )
+
+
+def qwen_moe(widths: Widths) -> Any:
+    shared = {"shared_expert_intermediate_size": 2 * widths.expert}
+    return of_text("qwen2_moe", widths, **experts_of_qwen(widths), **shared)
+
+
 def mixture(kind: str, **settings: Any) -> Model:
     def made(widths: Widths) -> Any:
         sizes = {"moe_intermediate_size": widths.expert, "intermediate_size": widths.expert}
@@ -168,6 +204,35 @@ OF_IMAGES: dict[str, Model] = {
     "InternVL": of_images("internvl", "qwen2", {"image_size": [8, 8], "patch_size": [4, 4]}),
     "Aya Vision": of_images("aya_vision", "cohere2", SIGLIP, text_settings=SLIDING),
     "LFM2-VL": lfm2_vl,
+    "Gemma 3": of_images(
+        "gemma3", "gemma3_text", SIGLIP, text_settings=SLIDING, mm_tokens_per_image=4, image_token_index=60
+    ),
+    "Qwen3-VL 30B-A3B": of_qwen(
+        "qwen3_vl_moe",
+        {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        experts_of_qwen,
+        mrope_interleaved=True,
+    ),
+    "Qwen2-Audio": of_sound(
+        "qwen2_audio",
+        "qwen2",
+        {
+            **{"model_type": "qwen2_audio_encoder", "d_model": 16, "encoder_layers": 1},
+            **{"encoder_attention_heads": 2, "encoder_ffn_dim": 16, "num_mel_bins": 8},
+            "max_source_positions": 16,
+        },
+        audio_token_index=60,
+    ),
+    "Voxtral": of_sound(
+        "voxtral",
+        "llama",
+        {
+            **{"model_type": "voxtral_encoder", "hidden_size": 16, "intermediate_size": 64},
+            **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_mel_bins": 8},
+            "max_source_positions": 16,
+        },
+        audio_token_id=60,
+    ),
 }
 OF_TEXT: dict[str, Model] = {
     "Gemma 3n": gemma_3n,
@@ -175,6 +240,10 @@ OF_TEXT: dict[str, Model] = {
     "Qwen2.5 with YaRN": with_yarn,
     "Mixtral": mixture("mixtral", num_local_experts=4),
     "Qwen3 30B-A3B": mixture("qwen3_moe", num_experts=4, norm_topk_prob=True),
+    "DeepSeek-V2-Lite": deepseek_v2_lite,
+    "Qwen1.5-MoE": qwen_moe,
+    "Apertus": lambda widths: of_text("apertus", widths),
+    "Command R7B": lambda widths: of_text("cohere2", widths, **SLIDING),
 }
 
 
@@ -200,6 +269,40 @@ def in_a_bin_file(directory: Path, widths: Widths) -> Path:
     return directory
 
 
+def in_float16(directory: Path, widths: Widths) -> Path:
+    of_text("llama", widths).half().save_pretrained(directory)
+    return directory
+
+
+def in_shards_of_bin_files(directory: Path, widths: Widths) -> Path:
+    saved(of_text("llama", widths), directory)
+    tensors = load_file(directory / WEIGHTS)
+    (directory / WEIGHTS).unlink()
+    names = sorted(tensors)
+    files = {f"pytorch_model-0000{number}-of-00002.bin": names[number - 1 :: 2] for number in (1, 2)}
+    for file, those in files.items():
+        torch.save({name: tensors[name].clone() for name in those}, directory / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, those in files.items() for name in those}}
+    (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return directory
+
+
+def without_prefix(directory: Path, widths: Widths) -> Path:
+    saved(of_text("llama", widths), directory)
+    tensors = load_file(directory / WEIGHTS)
+    renamed = {name.removeprefix("model."): each for name, each in tensors.items()}
+    save_file(renamed, directory / WEIGHTS, metadata={"format": "pt"})
+    return directory
+
+
+def with_a_tied_head(directory: Path, widths: Widths) -> Path:
+    saved(of_text("llama", widths, tie_word_embeddings=True), directory)
+    tensors = load_file(directory / WEIGHTS)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    return directory
+
+
 def in_mxfp4(directory: Path, widths: Widths = TINY) -> Path:
     """A GPT-OSS whose experts have four bits a weight, as its own files have them."""
     inner = max(128, widths.expert)
@@ -218,15 +321,23 @@ def in_mxfp4(directory: Path, widths: Widths = TINY) -> Path:
     return directory
 
 
-def quantised(form: str) -> Write:
+def quantised(form: str, architecture: str = "llama", is_tied: bool = False, **settings: Any) -> Write:
     """A directory in a form of :mod:`quantised_directories`."""
 
     def written(directory: Path, widths: Widths) -> Path:
         sizes = {} if widths is TINY else {name: widths.text[name] for name in WIDTH_SETTINGS}
-        write_directory(directory, form, **sizes)
+        write_directory(directory, form, architecture, is_tied, **sizes, **settings)
         return directory
 
     return written
+
+
+def quantised_vl(directory: Path, widths: Widths) -> Path:
+    """A Qwen2.5-VL whose decoder layers are quantised, with its names of tensors as they were first saved."""
+    if widths is TINY:  # groups are of 128 inputs
+        sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "initializer_range": 0.05}
+        widths = replace(TINY, text={**TINY.text, **sizes}, axes=(8, 12, 12))
+    return quantise_saved(saved(OF_IMAGES["Qwen2.5-VL"](widths), directory))
 
 
 WIDTH_SETTINGS = (
@@ -238,11 +349,13 @@ WIDTH_SETTINGS = (
 )
 
 
-def gguf_file(architecture: str, matrices: Type, others: Type, is_tied: bool = False) -> Write:
+def gguf_file(
+    architecture: str, matrices: Type, others: Type, is_tied: bool = False, **settings: Any
+) -> Write:
     def written(directory: Path, widths: Widths) -> Path:
         sizes = {} if widths is TINY else {"hidden": widths.hidden, "vocab_size": widths.text["vocab_size"]}
         path = directory / "model.gguf"
-        return write_model(path, architecture, matrices, others, is_tied=is_tied, **sizes)
+        return write_model(path, architecture, matrices, others, is_tied=is_tied, **sizes, **settings)
 
     return written
 
@@ -257,6 +370,10 @@ KINDS: dict[str, dict[str, Write]] = {
     "Other files": {
         "bfloat16 with one tensor in float32": with_one_in_float32,
         "`pytorch_model.bin`": in_a_bin_file,
+        "`pytorch_model.bin` in shards": in_shards_of_bin_files,
+        "float16": in_float16,
+        "names without `model.`": without_prefix,
+        "tied, with an LM head": with_a_tied_head,
     },
     "Quantised directories": {
         "GPTQ, 4 bits": quantised("gptq"),
@@ -266,6 +383,10 @@ KINDS: dict[str, dict[str, Write]] = {
         "compressed-tensors, FP8": quantised("fp8, channels"),
         "FP8 in blocks": quantised("fp8, blocks"),
         "MXFP4, GPT-OSS": in_mxfp4,
+        "AWQ, Qwen2.5, tied": quantised("awq", "qwen2", is_tied=True),
+        "AWQ, Qwen2.5-VL": quantised_vl,
+        "GPTQ, 8 bits": quantised("gptq, 8 bits"),
+        "compressed-tensors, W4A16 with zeros, Phi-3": quantised("w4a16, zeros", "phi3", pad_token_id=0),
     },
     "GGUF files": {
         "Q4_K_M, Llama": gguf_file("llama", Type.Q4_K, Type.Q6_K),
@@ -274,6 +395,13 @@ KINDS: dict[str, dict[str, Write]] = {
         "IQ4_XS, Gemma 3, tied": gguf_file("gemma3", Type.IQ4_XS, Type.Q6_K, is_tied=True),
         "Q4_K_M, Qwen3 MoE": gguf_file("qwen3moe", Type.Q4_K, Type.Q6_K),
         "MXFP4, GPT-OSS": gguf_file("gpt-oss", Type.Q8_0, Type.Q8_0),
+        "Q4_K_M, Phi-3": gguf_file("phi3", Type.Q4_K, Type.Q6_K),
+        "Q5_K_M, Gemma 2, tied": gguf_file("gemma2", Type.Q5_K, Type.Q6_K, is_tied=True),
+        "Q2_K, Llama": gguf_file("llama", Type.Q2_K, Type.Q3_K),
+        "F16, Qwen3": gguf_file("qwen3", Type.F16, Type.F16),
+        "Q4_0 in two files, Llama 3.1": gguf_file(
+            "llama", Type.Q4_0, Type.Q6_K, has_rope_factors=True, num_files=2
+        ),
     },
 }
 """By section of docs/guides/checkpoints.md: what writes each kind into a directory, and gives its path."""

@@ -7,6 +7,8 @@ computed beside them, by scale (code - zero).
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +16,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, Qwen2Config
 
+LAYER = re.compile(r"^(?!vis).*\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight$")
+"""Names of the matrices of decoder layers."""
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 VOCAB_SIZE, HIDDEN, INTERMEDIATE = 260, 256, 384
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config}
+CONFIGS = {"llama": LlamaConfig, "phi3": Phi3Config, "qwen2": Qwen2Config}
 
 
 @dataclass
@@ -268,6 +272,25 @@ def write_directory(
     (path / "config.json").write_text(json.dumps(written))
     save_tensors(path, tensors)
     return model
+
+
+def quantise_saved(path: Path, form: str = "awq", numbers_path: Path | None = None) -> Path:
+    """Quantise the decoder layers of the model that is saved at ``path`` in one file. The same model with its
+    numbers is written to ``numbers_path``. Returns ``path``."""
+    rng = np.random.default_rng(0)
+    settings, quantise = FORMS[form]
+    widened = load_file(path / "model.safetensors")
+    quantised = dict(widened)
+    for name in filter(LAYER.search, widened):
+        parts, widened[name] = quantise(rng, tuple(quantised.pop(name).shape))
+        quantised |= {name.replace("weight", part): each.contiguous() for part, each in parts.items()}
+    if numbers_path is not None:
+        shutil.copytree(path, numbers_path)
+        save_file(widened, numbers_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(quantised, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return path
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -31,6 +31,8 @@ CHATML = (
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EXPERTS = ("qwen3moe", "gpt-oss")
 """Mixtures, of four experts."""
+LAYER_NORMS = ("nemotron", "stablelm")
+"""Architectures whose norms have biases."""
 VOCAB_SIZE = 256 + len(SPECIAL) + 1
 """Each byte, the special tokens, and one word of two bytes."""
 
@@ -62,11 +64,19 @@ def write_model(
     num_layers: int = 2,
     vocab_size: int = VOCAB_SIZE,
     seed: int = 0,
+    has_rope_factors: bool = False,
+    num_files: int = 1,
     **metadata: object,
 ) -> Path:
-    """A model of ``num_layers`` layers with a tokenizer; values and the last matrix of each layer are of the
-    type ``others``, as in the mixtures that are called Q4_K_M."""
-    writer = gguf.GGUFWriter(path, architecture)
+    """A model of ``num_layers`` layers with a tokenizer, and its first file; values and the last matrix of
+    each layer are of the type ``others``, as in the mixtures that are called Q4_K_M.
+
+    Args:
+        has_rope_factors: with the factors of rotary frequencies that Llama 3.1 has.
+    """
+    num_tensors = 2 + (not is_tied) + has_rope_factors + 9 * num_layers  # of Llama
+    most_tensors = 0 if num_files == 1 else -(-num_tensors // num_files)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=most_tensors)
     is_qwen3 = architecture.startswith("qwen3")  # transformers takes heads of 128 for all of these
     width = 128 if is_qwen3 else min(hidden // 4, 128)
     heads, intermediate = hidden // width, 2 * hidden
@@ -77,18 +87,26 @@ def write_model(
     writer.add_feed_forward_length(intermediate)
     writer.add_head_count(heads)
     writer.add_head_count_kv(heads // 2)
-    writer.add_layer_norm_rms_eps(1e-5)
+    if architecture in LAYER_NORMS:
+        writer.add_layer_norm_eps(1e-5)
+    else:
+        writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(vocab_size)
     if architecture in EXPERTS:
         writer.add_expert_count(4)
         writer.add_expert_used_count(2)
         writer.add_expert_feed_forward_length(intermediate)
-    if architecture in ("qwen3", "qwen3moe", "gemma3", "gpt-oss"):
+    if architecture in ("qwen3", "qwen3moe", "gemma2", "gemma3", "gpt-oss"):
         writer.add_key_length(width)
         writer.add_value_length(width)
-    if architecture in ("gemma3", "gpt-oss"):
+    if architecture in ("gemma2", "gemma3", "gpt-oss", "phi3"):
         writer.add_sliding_window(32)
+    if architecture in ("phi3", "stablelm", "nemotron"):
+        writer.add_rope_dimension_count(width)
+    if architecture == "gemma2":
+        writer.add_attn_logit_softcapping(50.0)
+        writer.add_final_logit_softcapping(30.0)
     if architecture == "gpt-oss":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(16.0)
@@ -110,31 +128,48 @@ def write_model(
         numbers = around + 0.1 * rng.standard_normal(size)
         writer.add_tensor(name, numbers.astype(np.float32))
 
+    def norm(name: str) -> None:
+        vector(f"{name}.weight", hidden)
+        if architecture in LAYER_NORMS:
+            vector(f"{name}.bias", hidden, 0.0)
+
+    def linear(name: str, rows: int, columns: int, kind: Type = matrices, has_bias: bool = False) -> None:
+        matrix(f"{name}.weight", rows, columns, kind)
+        if has_bias:
+            vector(f"{name}.bias", rows, 0.0)
+
     matrix("token_embd.weight", vocab_size, hidden, others)
     if not is_tied:
         matrix("output.weight", vocab_size, hidden, others)
-    vector("output_norm.weight", hidden)
+    norm("output_norm")
+    if has_rope_factors:
+        writer.add_tensor("rope_freqs.weight", np.linspace(1, 8, width // 2, dtype=np.float32))
     for layer in range(num_layers):
         of = f"blk.{layer}"
-        for norm in ("attn_norm", "post_attention_norm" if architecture == "gpt-oss" else "ffn_norm"):
-            vector(f"{of}.{norm}.weight", hidden)
-        if architecture == "gemma3":
-            for norm in ("post_attention_norm", "post_ffw_norm"):
-                vector(f"{of}.{norm}.weight", hidden)
+        norms = ["attn_norm", "post_attention_norm" if architecture == "gpt-oss" else "ffn_norm"]
+        if architecture in ("gemma2", "gemma3"):
+            norms += ["post_attention_norm", "post_ffw_norm"]
+        for name in norms:
+            norm(f"{of}.{name}")
         if architecture in ("qwen3", "qwen3moe", "gemma3"):
-            for norm in ("attn_q_norm", "attn_k_norm"):
-                vector(f"{of}.{norm}.weight", width)
-        matrix(f"{of}.attn_q.weight", hidden, hidden)
-        matrix(f"{of}.attn_k.weight", hidden // 2, hidden)
-        matrix(f"{of}.attn_v.weight", hidden // 2, hidden, others)
-        if architecture in ("qwen2", "gpt-oss"):
-            for name, size in (("q", hidden), ("k", hidden // 2), ("v", hidden // 2)):
-                vector(f"{of}.attn_{name}.bias", size, 0.0)
-        matrix(f"{of}.attn_output.weight", hidden, hidden)
+            for name in ("attn_q_norm", "attn_k_norm"):
+                vector(f"{of}.{name}.weight", width)
+        has_bias = architecture in ("qwen2", "gpt-oss")
+        if architecture == "phi3":
+            linear(f"{of}.attn_qkv", 2 * hidden, hidden)
+        else:
+            linear(f"{of}.attn_q", hidden, hidden, matrices, has_bias)
+            linear(f"{of}.attn_k", hidden // 2, hidden, matrices, has_bias)
+            linear(f"{of}.attn_v", hidden // 2, hidden, others, has_bias)
+        linear(f"{of}.attn_output", hidden, hidden)
         sizes = {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
+        if architecture in ("nemotron", "phi3"):
+            del sizes["gate"]
+        if architecture == "phi3":  # gate and up are one matrix
+            sizes["up"] = (2 * intermediate, hidden)
         if architecture not in EXPERTS:
             for name, size in sizes.items():
-                matrix(f"{of}.ffn_{name}.weight", *size, others if (name, layer) == ("down", 0) else matrices)
+                linear(f"{of}.ffn_{name}", *size, others if (name, layer) == ("down", 0) else matrices)
             continue
         matrix(f"{of}.ffn_gate_inp.weight", 4, hidden, Type.F32)
         for name, (rows, columns) in sizes.items():
@@ -152,7 +187,7 @@ def write_model(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return path if num_files == 1 else path.with_name(f"{path.stem}-00001-of-{num_files:05}.gguf")
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:

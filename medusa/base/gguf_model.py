@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,8 @@ def _check_sizes(file: GGUFFile) -> None:
 def _config_of(file: GGUFFile) -> PreTrainedConfig:
     """The configuration that ``transformers`` makes of the metadata: in one of two ways, by architecture."""
     if file.architecture in GGUF_CONFIG_ARCHS:
-        return AutoConfig.for_model(**get_gguf_config(dict(file.metadata), tuple(file.tensors)))
+        with _explained_metadata(file):
+            return AutoConfig.for_model(**get_gguf_config(dict(file.metadata), tuple(file.tensors)))
     known = {name.replace("_", "").replace("-", "") for name in GGUF_SUPPORTED_ARCHITECTURES}
     if file.architecture.replace("_", "").replace("-", "") not in known:
         listed = ", ".join(sorted({*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_ARCHS} - _NO_MODELS))
@@ -129,12 +131,18 @@ def _config_of(file: GGUFFile) -> PreTrainedConfig:
             f"from no GGUF file; it reads {listed}. "
             "Convert the model's own repository, or choose another file"
         )
-    with tempfile.TemporaryDirectory(prefix="medusa-gguf-") as directory:
-        try:
-            _write_metadata(file, Path(directory) / "metadata.gguf")
-            return AutoConfig.from_pretrained(directory, gguf_file="metadata.gguf")
-        except (*_NO_MODEL, KeyError, AttributeError) as error:
-            raise ValueError(f"{file.path} has metadata that describe no model: {error}") from error
+    with tempfile.TemporaryDirectory(prefix="medusa-gguf-") as directory, _explained_metadata(file):
+        _write_metadata(file, Path(directory) / "metadata.gguf")
+        return AutoConfig.from_pretrained(directory, gguf_file="metadata.gguf")
+
+
+@contextmanager
+def _explained_metadata(file: GGUFFile) -> Iterator[None]:
+    """Within, settings that make no model are a ValueError that names ``file``."""
+    try:
+        yield
+    except (*_NO_MODEL, KeyError, AttributeError) as error:
+        raise ValueError(f"{file.path} has metadata that describe no model: {error}") from error
 
 
 _NO_MODEL = (ValueError, TypeError, ArithmeticError, StrictDataclassError)

@@ -124,7 +124,7 @@ def load_base(source: str | Path | BaseSource, **kwargs: Any) -> CausalLM:
 
     Raises:
         FileNotFoundError: as :func:`find_base`.
-        ValueError: so too, or a file of its weights is damaged, or none holds the LM head.
+        ValueError: so too, or a file of its weights is damaged, or none holds the LM head or another weight.
     """
     source = find_base(source, **kwargs)
     if source.gguf is not None or (is_held_quantised(source) and not _finds_a_device(source)):
@@ -142,7 +142,16 @@ def load_base(source: str | Path | BaseSource, **kwargs: Any) -> CausalLM:
             f"base {source.name!r} is no language model: its files hold no LM head ({missing[0]}), so it "
             "would answer from random weights; name a checkpoint of the whole model"
         )
-    return text_part(base).eval()
+    base = text_part(base)
+    parameters = dict(base.named_parameters())
+    missing = [name for name in info["missing_keys"] if name in parameters]
+    if missing:
+        raise ValueError(
+            f"base {source.name!r} must have a tensor for {missing[0]!r} ({len(missing)} in all), and has "
+            "none, so it would answer from random weights; copy or download it again. If it is quantised, "
+            "its config.json must say so (quantization_config)"
+        )
+    return base.eval()
 
 
 def gguf_model() -> Any:

@@ -21,6 +21,8 @@ from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from medusa.base.experts import arranged, expert_matrices, is_experts, shape_of_experts
 from medusa.base.quantised_forms import (
@@ -33,7 +35,7 @@ from medusa.base.quantised_forms import (
     fp8_numbers,
     mxfp4_numbers,
 )
-from medusa.base.text_part import auto_class
+from medusa.base.text_part import auto_class, text_part
 from medusa.console import megabytes
 
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
@@ -64,6 +66,8 @@ class StoredTensor:
     """Where a tensor lies, and its form."""
 
     file: Path
+    name: str
+    """Its name there."""
     dtype: str
     """As safetensors names it."""
     shape: tuple[int, ...]
@@ -88,12 +92,14 @@ class QuantisedDirectory:
         del self.config.quantization_config
         self._opened = {file: safe_open(file, "pt") for file in files}
         self.tensors: dict[str, StoredTensor] = {}
+        """By name: in the files, and in the model once :meth:`empty_model` has made it."""
         for file, opened in self._opened.items():
             for key in opened.keys():  # noqa: SIM118
                 part = opened.get_slice(key)
                 shape = tuple(part.get_shape())
                 dtype = part.get_dtype()
-                self.tensors[key] = StoredTensor(file, dtype, shape, math.prod(shape) * _bits_of(dtype) // 8)
+                num_bytes = math.prod(shape) * _bits_of(dtype) // 8
+                self.tensors[key] = StoredTensor(file, key, dtype, shape, num_bytes)
 
     @property
     def method(self) -> str:
@@ -101,7 +107,8 @@ class QuantisedDirectory:
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as it is stored: a view of its file."""
-        return self._opened[self.tensors[name].file].get_tensor(name)
+        stored = self.tensors[name]
+        return self._opened[stored.file].get_tensor(stored.name)
 
     # -------------------------------------------------------------- what is there
 
@@ -128,6 +135,7 @@ class QuantisedDirectory:
             name
             for name in self.tensors
             if name not in placed and not UNUSED.search(name) and (has_layers or not OF_LAYERS.search(name))
+            if not self._is_bias_of_zeros(name, layers)
         ]
         if left:
             raise self._refused(
@@ -142,6 +150,27 @@ class QuantisedDirectory:
                 "none; copy or download it again"
             )
         return layers
+
+    def of_text(self, model: Any) -> tuple[dict[str, QuantisedLayer], dict[str, str]]:
+        """:meth:`quantised_layers` and :meth:`plain_names` of ``model``, which lets go of what reads images.
+
+        Raises:
+            ValueError: as :meth:`quantised_layers`.
+        """
+        layers = self.quantised_layers(model)
+        plain = self.plain_names(model, layers)
+        text_part(model)
+        modules = {name for name, _ in model.named_modules()}
+        saved = {name for names, _ in _saved(model) for name in names}
+        return (
+            {name: layer for name, layer in layers.items() if name in modules},
+            {name: stored for name, stored in plain.items() if name in saved},
+        )
+
+    def _is_bias_of_zeros(self, name: str, layers: Mapping[str, QuantisedLayer]) -> bool:
+        """Whether a tensor is the bias that AutoGPTQ added to each layer, also of models without biases."""
+        layer, _, part = name.rpartition(".")
+        return self.method == "gptq" and part == "bias" and layer in layers and not self.tensor(name).any()
 
     def quantised_experts(self, model: Any) -> dict[str, tuple[int, int, int]]:
         """The matrices of experts of ``model`` that are in MXFP4 here, by name: experts, outputs and inputs.
@@ -382,10 +411,23 @@ class QuantisedDirectory:
                 self.config, dtype=torch.float32, trust_remote_code=is_trusted
             )
         model.tie_weights()
+        self._rename_as_in(model)
         places = {key: value for key, value in arguments.items() if key in PLACES}  # others become settings
         with suppress(OSError):  # most have one
             model.generation_config = GenerationConfig.from_pretrained(self.name, **places)
         return model.eval()
+
+    def _rename_as_in(self, model: Any) -> None:
+        """Name the tensors as ``model`` does: those of models of images were named in other ways before."""
+        changes = get_model_conversion_mapping(model)
+        renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+        modules = {name for name, _ in model.named_modules()}
+        renamed = {}
+        for key, stored in self.tensors.items():
+            name, _ = rename_source_key(key, renamings, [])
+            is_known = key.rpartition(".")[0] in modules or name.rpartition(".")[0] not in modules
+            renamed[key if is_known else name] = stored
+        self.tensors = renamed
 
     def load_widened(self, dtype: torch.dtype, **arguments: Any) -> Any:
         """The model with all weights in ``dtype``, as modules of ``transformers`` compute with them.
@@ -394,7 +436,7 @@ class QuantisedDirectory:
             ValueError: as :meth:`quantised_layers`.
         """
         model = self.empty_model(**arguments)
-        layers = self.quantised_layers(model)
+        layers, plain = self.of_text(model)
         for name, layer in layers.items():
             weight = self.weight(layer, self.parts(layer))
             numbers = weight if isinstance(weight, Tensor) else weight.widened()
@@ -405,7 +447,7 @@ class QuantisedDirectory:
             )
             experts = model.get_submodule(name.rpartition(".")[0])
             set_weight(model, name, arranged(experts, [numbers]).to(dtype))
-        for name, stored in self.plain_names(model, layers).items():
+        for name, stored in plain.items():
             set_weight(model, name, self.tensor(stored).to(dtype, copy=True))
         model.tie_weights()
         return model.to(dtype)

@@ -54,6 +54,8 @@ class LetGo(nn.Module):
     def __init__(self, part: PreTrainedModel):
         super().__init__()
         self.config = part.config
+        self.device = part.device  # some models ask for both before they know that there is no image
+        self.dtype = part.dtype
         self.name = type(part).__name__
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:

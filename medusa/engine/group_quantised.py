@@ -71,6 +71,14 @@ class QuantisedRows:
         return cls(rows, type, matrix.codes.shape[1], input_order=matrix.input_order)
 
     @property
+    def packed_bytes(self) -> int:
+        """Memory that a product of these rows alone takes: Q2_K and Q3_K are held in 4 bits."""
+        *experts, num_rows, _ = self.rows.shape
+        if experts:  # each has whole pairs of panels
+            num_rows = experts[0] * (num_rows + -num_rows % (2 * lanes()))
+        return int(torch.ops.medusa.quantised_size([self.type], [num_rows], self.num_inputs))
+
+    @property
     def type_name(self) -> str:
         """As GGUF names it; of directories "4 bits" or "8 bits"."""
         if self.type >= FIRST_OF_DIRECTORIES:

@@ -40,6 +40,8 @@ class HeldSizes:
     """Of embeddings, which stay in the type of their file."""
     num_others: int
     """Numbers that are float32 in every engine: norms, biases, buffers."""
+    num_bytes_of_integers: int
+    """Of buffers that are no floats, such as causal masks."""
     num_weights: int
     is_beside: bool
     """Whether packed weights are held beside those of the model, which is loaded in float32."""
@@ -73,26 +75,29 @@ class HeldSizes:
         rows = {id(module.weight): module.weight for module in model.modules() if is_lookup(module)}
         parameters = list(model.parameters())
         others = [weight for weight in parameters if id(weight) not in packed and id(weight) not in rows]
-        buffers = sum(buffer.numel() for buffer in model.buffers())
+        floats = sum(buffer.numel() for buffer in model.buffers() if buffer.is_floating_point())
+        integers = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
         return cls(
             products=tuple(products),
             num_bytes_of_rows=sum(weight.numel() * dtype_of(weight).itemsize for weight in rows.values()),
-            num_others=sum(weight.numel() for weight in others) + buffers,
-            num_weights=sum(weight.numel() for weight in parameters) + buffers,
+            num_others=sum(weight.numel() for weight in others) + floats,
+            num_bytes_of_integers=sum(buffer.nbytes for buffer in integers),
+            num_weights=sum(weight.numel() for weight in parameters) + floats,
             is_beside=is_beside,
         )
 
     def bytes_for(self, engine: Engine) -> int:
         """Memory that the weights take as ``engine`` holds them, about."""
+        in_float32 = 4 * self.num_weights + self.num_bytes_of_integers
         if engine == "eager" or kernels_unsupported_reason() is not None:
-            return 4 * self.num_weights
+            return in_float32
         packed = sum(
-            _product_bytes(dtype, num_outputs, num_inputs, int8=engine == "int8")
+            product_bytes(dtype, num_outputs, num_inputs, int8=engine == "int8")
             for dtype, num_outputs, num_inputs in self.products
         )
         if self.is_beside:
-            return 4 * self.num_weights + packed
-        return packed + self.num_bytes_of_rows + 4 * self.num_others
+            return in_float32 + packed
+        return packed + self.num_bytes_of_rows + 4 * self.num_others + self.num_bytes_of_integers
 
 
 def _matrices(
@@ -120,7 +125,7 @@ def _inputs(linear: Any) -> int:
     return int(linear.weight.shape[0 if isinstance(linear, Conv1D) else 1])
 
 
-def _product_bytes(dtype: torch.dtype, num_outputs: int, num_inputs: int, int8: bool) -> int:
+def product_bytes(dtype: torch.dtype, num_outputs: int, num_inputs: int, int8: bool) -> int:
     """Memory of a packed matrix (:func:`medusa.engine.kernels.pack`)."""
     num_weights = -(-num_outputs // lanes()) * lanes() * num_inputs
     if int8:

@@ -28,6 +28,7 @@ from medusa.base.loading import (
 )
 from medusa.base.quantised_directory import QuantisedDirectory, set_weight
 from medusa.base.quantised_forms import QuantisedLayer, QuantisedMatrix
+from medusa.base.stored_weights import FLOATS
 from medusa.console import counted, log_console, megabytes
 from medusa.engine.file_weights import (
     NarrowEmbedding,
@@ -47,7 +48,7 @@ from medusa.engine.group_quantised import (
     QuantisedRows,
     gguf_types,
 )
-from medusa.engine.held_sizes import check_fits
+from medusa.engine.held_sizes import check_fits, product_bytes
 from medusa.engine.kernels import kernels_unsupported_reason
 from medusa.engine.quantised_experts import experts_in_file, file_rows, hold_experts, mxfp4_experts
 from medusa.engine.views import joinable_linears, pack_linears, share_product
@@ -98,7 +99,7 @@ def _check_widened_fits(name: str, num_weights: int, in_files: int) -> None:
 def _widened_directory(source: BaseSource, directory: QuantisedDirectory) -> CausalLM:
     arguments = source_arguments(source.arguments)
     model = directory.empty_model(**arguments)
-    directory.quantised_layers(model)
+    directory.of_text(model)
     in_files = sum(each.num_bytes for each in directory.tensors.values())
     _check_widened_fits(source.name, sum(each.numel() for each in model.parameters()), in_files)
     return directory.load_widened(torch.float32, **arguments)
@@ -106,15 +107,23 @@ def _widened_directory(source: BaseSource, directory: QuantisedDirectory) -> Cau
 
 def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: Engine) -> CausalLM:
     base = directory.empty_model(**source_arguments(source.arguments))
-    layers = directory.quantised_layers(base)
-    plain = directory.plain_names(base, layers)
+    layers, plain = directory.of_text(base)
     num_bytes = sum(directory.tensors[stored].num_bytes for stored in plain.values())
     num_bytes += sum(_bytes_held(each, engine) for each in layers.values())
     experts = directory.quantised_experts(base)
     num_bytes += sum(math.prod(shape) for shape in experts.values()) * 17 // 32  # bytes of a block
+    int8 = engine == "int8" and all(each.form == "fp8" for each in layers.values())
+    head = lm_head(base)
+    modules = dict(base.named_modules())
+    is_quantised = any(modules[name] is head for name in layers)
+    if head.weight is base.get_input_embeddings().weight and not is_quantised:
+        parameters = dict(base.named_parameters())
+        tied = next(stored for name, stored in plain.items() if parameters.get(name) is head.weight)
+        num_outputs, num_inputs = head.weight.shape
+        # packed beside its rows, which stay in the file
+        num_bytes += product_bytes(FLOATS[directory.tensors[tied].dtype], num_outputs, num_inputs, int8)
     check_fits(source.name, engine, lambda _: num_bytes, ())
     check_decodable(base)
-    modules = dict(base.named_modules())
     for name, stored in plain.items():
         values = directory.tensor(stored)
         module = modules[name.rpartition(".")[0]]
@@ -123,7 +132,6 @@ def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: E
     if source.config.get_text_config(decoder=True).tie_word_embeddings:
         base.tie_weights()
     release = released_pages()
-    head = lm_head(base)
     widened = list[QuantisedLayer]()
 
     def reads(layer: QuantisedLayer) -> ReadsWeight:
@@ -137,7 +145,6 @@ def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: E
         of_head = by_module[id(head)]()
         by_module[id(head)] = _given(of_head)
         rows = of_head if isinstance(of_head, Tensor) else None
-    int8 = engine == "int8" and all(each.form == "fp8" for each in layers.values())
     for parent in list(base.modules()):
         _hold_quantised(parent, by_module, head, engine != "packed", int8, release)
     if widened:
@@ -202,9 +209,16 @@ def _held_file(source: BaseSource, file: GGUFFile, engine: Engine) -> CausalLM:
     held = {source for name in in_place for source in weights[name].sources}
     others = {name: each for name, each in file.tensors.items() if name not in held}
     num_widened = sum(math.prod(each.shape) for each in others.values())
-    num_bytes = sum(file.tensors[name].num_bytes for name in held) + 4 * num_widened
-    if "tied" in quantised:  # its rows stay in the file for lookups
-        num_bytes += quantised["tied"][1].rows.nbytes
+    packed = [rows for module, rows in quantised.values() if not isinstance(module, nn.Embedding)]
+    parts = [file_rows(file, part) for of_matrix in experts.values() for part in of_matrix]
+    packed += [part for part in parts if isinstance(part, QuantisedRows)]
+    matrices = {name for name, (module, _) in quantised.items() if not isinstance(module, nn.Embedding)}
+    matrices |= {name for name, (first, *_) in experts.items() if first.type in gguf_types()}
+    of_packed = {source for name in matrices & {*weights} for source in weights[name].sources}
+    num_bytes = sum(file.tensors[name].num_bytes for name in held - of_packed) + 4 * num_widened
+    num_bytes += sum(
+        rows.packed_bytes for rows in packed
+    )  # of a tied matrix too, whose rows stay in the file
     check_fits(source.name, engine, lambda _: num_bytes, ())
     _say_what_is_widened(others)
     check_decodable(base)

@@ -321,6 +321,12 @@ def test_sizes_that_would_fill_the_memory_are_refused(model, tmp_path, key):
         find_base(path)
 
 
+def test_so_are_those_of_an_architecture_that_transformers_reads_in_its_newer_way(tmp_path):
+    path = write_model(tmp_path / "tiny.gguf", "lfm2")  # a list of counts of heads has one for each layer
+    with pytest.raises(ValueError, match=r"tiny\.gguf has metadata that describe no model"):
+        find_base(path)
+
+
 @pytest.mark.parametrize(
     "key, value",
     [

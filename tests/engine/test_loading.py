@@ -20,12 +20,14 @@ from conftest import (
     random_prompts,
     tiny_model,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from stateful_models import DECODABLE, stateful_model
 from test_causal_lm import OTHERS
 from tiny_chat import chat_base, chat_tokenizer, save_chat_model
 from torch.nn import functional as F
 from transformers import (
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
@@ -305,3 +307,28 @@ def test_a_base_without_an_lm_head_in_its_files_is_refused(tmp_path, load):
     load(tmp_path / "base")
     with pytest.raises(ValueError, match=r"is no language model: its files hold no LM head \(lm_head"):
         load(tmp_path / "headless")
+
+
+@pytest.mark.parametrize("load", [load_base, functools.partial(load_for_engine, engine="packed")])
+def test_a_base_without_a_weight_in_its_files_is_refused(tmp_path, load):
+    """Such as a quantised directory whose settings are in a file of their own (quantize_config.json)."""
+    directory = saved(tiny_model("llama"), tmp_path)
+    tensors = load_file(directory / WEIGHTS)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name.replace("weight", "qweight")] = tensors.pop(name).to(torch.int32)
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=rf"must have a tensor for '{name}' \(1 in all\).*quantization_config"
+    ):
+        load(directory)
+
+
+def test_masks_of_truth_values_are_named_with_a_byte_each(tmp_path):
+    config = {"vocab_size": 61, "n_embd": 32, "n_head": 4, "n_layer": 1}
+    sizes = [
+        sizes_of(saved(GPTBigCodeForCausalLM(GPTBigCodeConfig(**config, n_positions=length)), tmp_path))
+        for length in (64, 1024)
+    ]
+    positions = 32 * 2 * (1024 - 64)
+    short, long = (each.bytes_for("packed") for each in sizes)
+    assert long - short == 1024**2 - 64**2 + positions

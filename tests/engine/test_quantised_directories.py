@@ -1,6 +1,8 @@
 """A base in a directory with a ``quantization_config``: held in its own bits, and its text is the same
 whatever is guessed. What cannot be held is refused before anything is read."""
 
+import dataclasses
+import functools
 import gc
 import json
 import os
@@ -9,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checkpoint_kinds import OF_IMAGES, TINY
 from conftest import BUSHY, OracleDrafter, assert_exact, left_padded, needs_kernels
 from quantised_directories import (
     FORMS,
@@ -17,6 +20,7 @@ from quantised_directories import (
     WHOLE,
     gptq,
     of_gptq,
+    quantise_saved,
     random_matrix,
     save_tensors,
     scheme,
@@ -260,6 +264,38 @@ def test_too_little_memory_is_said_before_anything_is_read(directories, monkeypa
     for engine in ("auto", "eager"):
         with pytest.raises(MemoryError, match=rf"takes 0\.\d GB with engine='{engine}', and 0.0 GB"):
             load_for_engine(directories("gptq")[0], engine)
+
+
+@torch.no_grad()
+def test_biases_of_zeros_that_older_files_of_gptq_have_are_left_out(directories, tmp_path):
+    path, expected = directories("gptq")
+    write_directory(tmp_path, "gptq")
+    tensors = tensors_of(path)
+    for name in [name for name in tensors if name.endswith(".qweight")]:
+        tensors[name.replace("qweight", "bias")] = torch.zeros(tensors[name].shape[1])
+    save_tensors(tmp_path, tensors)
+    ids = prompts()["input_ids"]
+    logits = load_for_engine(tmp_path, "packed")(ids).logits
+    torch.testing.assert_close(logits, expected(ids).logits, atol=1e-5, rtol=1e-5)
+    tensors[f"{NAME}.bias"][3] = 0.1
+    save_tensors(tmp_path, tensors)
+    with pytest.raises(ValueError, match=rf"tensor '{NAME}.bias' \(1 in all\) has no place"):
+        load_for_engine(tmp_path, "packed")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["Qwen2.5-VL", "Gemma 3"])
+def test_of_a_model_of_images_the_text_part_is_held_whatever_its_tensors_were_called(kind, tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+    widths = dataclasses.replace(TINY, text={**TINY.text, **sizes}, axes=(8, 12, 12))
+    OF_IMAGES[kind](widths).save_pretrained(tmp_path / "quantised")
+    quantise_saved(tmp_path / "quantised", "awq", tmp_path / "numbers")
+    ids = torch.arange(2, 11)[None]
+    expected = load_base(tmp_path / "numbers", dtype=torch.float32)(ids).logits
+    for load in (functools.partial(load_for_engine, engine="packed"), load_base):
+        base = load(tmp_path / "quantised")
+        torch.testing.assert_close(base(ids).logits, expected, atol=1e-4, rtol=1e-4)
+        assert not [name for name, _ in base.named_parameters() if "vision" in name or "visual" in name]
 
 
 # ------------------------------------------------------------------ refusals
