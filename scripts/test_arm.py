@@ -64,7 +64,7 @@ REQUIREMENTS = ("pytest", "hypothesis", "scipy", "sentencepiece", "setuptools")
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the tests of all levels, or of those that are named; the first exit status that is not zero."""
+    """Runs the tests of all levels, or of those that are named; the largest exit status."""
     missing = sorted({package for program, package in PROGRAMS.items() if not shutil.which(program)})
     if missing:
         print(f"the tests as on ARM need programs: sudo apt-get install {' '.join(missing)}", file=sys.stderr)
