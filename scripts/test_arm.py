@@ -53,12 +53,14 @@ OTHER_TESTS = (
 )
 """Tests of what is the same on all levels, for the first one."""
 EMULATED = """
-import sys, pytest
+import sys, pytest, torch
 from medusa.engine import kernels
+torch.cuda.is_current_stream_capturing = lambda: False
 kernels._time_ratios = lambda: dict.fromkeys(map(str, (*kernels.TREE_ROWS, kernels.PROMPT_ROWS)), 0.9)
 sys.exit(pytest.main(sys.argv[1:]))
 """
-"""pytest, where nothing is timed: emulated, a start would take minutes for it."""
+"""pytest, where no graph of CUDA is asked for (see :func:`leave_out_cuda`), and nothing is timed: emulated, a
+start would take minutes for it."""
 REQUIREMENTS = ("pytest", "hypothesis", "scipy", "sentencepiece", "setuptools")
 """What the tests import besides what medusa does."""
 
