@@ -53,18 +53,20 @@ OTHER_TESTS = (
 )
 """Tests of what is the same on all levels, for the first one."""
 EMULATED = """
-import sys, pytest
+import sys, pytest, torch
 from medusa.engine import kernels
+torch.cuda.is_current_stream_capturing = lambda: False
 kernels._time_ratios = lambda: dict.fromkeys(map(str, (*kernels.TREE_ROWS, kernels.PROMPT_ROWS)), 0.9)
 sys.exit(pytest.main(sys.argv[1:]))
 """
-"""pytest, where nothing is timed: emulated, a start would take minutes for it."""
+"""pytest, where no graph of CUDA is asked for (see :func:`leave_out_cuda`), and nothing is timed: emulated, a
+start would take minutes for it."""
 REQUIREMENTS = ("pytest", "hypothesis", "scipy", "sentencepiece", "setuptools")
 """What the tests import besides what medusa does."""
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the tests of all levels, or of those that are named; the first exit status that is not zero."""
+    """Runs the tests of all levels, or of those that are named; the largest exit status."""
     missing = sorted({package for program, package in PROGRAMS.items() if not shutil.which(program)})
     if missing:
         print(f"the tests as on ARM need programs: sudo apt-get install {' '.join(missing)}", file=sys.stderr)
