@@ -411,7 +411,8 @@ def bytes_held(*models: Any) -> int:
     """Memory of the weights and buffers of ``models``, rows of embeddings in their file among them."""
     found = {}
     for model in models:
-        rows = lm_head(model)._buffers.get("rows")  # of an LM head that is packed: only read to train
+        buffers = lm_head(model)._buffers  # rows of an LM head that is packed: only read to train
+        rows = buffers.get("rows", buffers.get("file_rows"))
         for tensor in (*model.parameters(), *model.buffers()):
             is_placeholder = tensor.numel() > 1 and not any(tensor.stride())
             if not is_placeholder and tensor is not rows:

@@ -64,6 +64,7 @@ def write_model(
     num_layers: int = 2,
     vocab_size: int = VOCAB_SIZE,
     seed: int = 0,
+    head_width: int | None = None,
     has_rope_factors: bool = False,
     num_files: int = 1,
     **metadata: object,
@@ -78,7 +79,7 @@ def write_model(
     most_tensors = 0 if num_files == 1 else -(-num_tensors // num_files)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=most_tensors)
     is_qwen3 = architecture.startswith("qwen3")  # transformers takes heads of 128 for all of these
-    width = 128 if is_qwen3 else min(hidden // 4, 128)
+    width = head_width or (128 if is_qwen3 else min(hidden // 4, 128))
     heads, intermediate = hidden // width, 2 * hidden
     writer.add_name("tiny")
     writer.add_context_length(512)

@@ -67,6 +67,7 @@ SIZES = {
         "expert_feed_forward_length": "moe_intermediate_size",
         "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     },
+    "qwen3": {"attention.key_length": "head_dim"},
     "qwen3moe": {"expert_feed_forward_length": "moe_intermediate_size"},
     "gpt-oss": {"attention.key_length": "head_dim"},
 }

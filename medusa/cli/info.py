@@ -7,7 +7,7 @@ import math
 import sys
 from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -87,6 +87,8 @@ def _base_source(name: str) -> BaseSource | None:
     try:
         return find_base(name)
     except FileNotFoundError:  # the message of heads that are not there says more
+        if PurePath(name).suffix == ".gguf":
+            raise
         return None
     except ValueError as error:
         if is_gguf(name) or ":" in name or str(error).startswith("base "):

@@ -38,9 +38,7 @@ COMMANDS = {
     "chat": Command("chat:chat", "option_types:ChatOptions", "talk with a model"),
     "generate": Command("chat:generate", "option_types:GenerateOptions", "answer one prompt"),
     "serve": Command("serve:serve", "serve:ServeOptions", "answer over HTTP, as OpenAI's servers do"),
-    "fetch": Command(
-        "fetch:fetch", "option_types:FetchOptions", "get the small model that is used by default"
-    ),
+    "fetch": Command("fetch:fetch", "option_types:FetchOptions", "get a model, or list those that there are"),
     "compile": Command(
         "loading:compile_model", "option_types:CompileOptions", "make answers faster on this CPU"
     ),
@@ -50,7 +48,7 @@ COMMANDS = {
     "tune": Command("tune:tune", "tune:TuneOptions", "choose the tree that is fastest here"),
     "evaluate": Command("evaluate:evaluate", "evaluate:EvaluationOptions", "how good are heads?"),
     "benchmark": Command("benchmark:benchmark", "benchmark:BenchmarkOptions", "how fast are they?"),
-    "info": Command("info:info", "option_types:InfoOptions", "look into a heads directory"),
+    "info": Command("info:info", "option_types:InfoOptions", "look into a base, or into heads"),
     "export": Command("interop:export", "option_types:ExportOptions", "write heads for vLLM and others"),
     "check": Command("interop:check", "option_types:CheckOptions", "hold an export to its server's rules"),
     "import": Command(

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 
 from medusa.cli.options import ModelOptions
 from medusa.console import log_console
@@ -61,9 +62,22 @@ def serve(options: ServeOptions) -> list[str]:
     check_certificate(address)
     with bound_socket(address.host, address.port) as bound:
         model = load_model(options.model, template=options.template)
-        service = Service(model, options.service, options.template.template_kwargs, num_owners=len(keys))
+        names = options.service.served_model_name or model_names(options.model.base, model.base.name_or_path)
+        served = replace(options.service, served_model_name=names)
+        service = Service(model, served, options.template.template_kwargs, num_owners=len(keys))
         run_server(service, access, bound, address)
     return []  # its first line said where it answers
+
+
+def model_names(base: str | None, path: str) -> tuple[str, ...]:
+    """What clients may call the model, the official name first: ``base`` as it was typed, its last part, and
+    the name of the file or directory at ``path`` that it stands for, also without the ending of a file."""
+    of_path = PurePath(path or "model")
+    names = [] if base is None else [PurePath(base).name, base]
+    names.append(of_path.name)
+    if of_path.suffix == ".gguf":
+        names.append(of_path.stem)
+    return tuple(dict.fromkeys(names))
 
 
 def api_keys(flags: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:

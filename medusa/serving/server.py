@@ -104,6 +104,7 @@ def run_server(
             scheme = "https://" if address.tls_certificate else "http://"
             gc.collect()
             gc.freeze()  # a full collection need not look at model and libraries, with all clients waiting
+            log.info("clients call the model %r", service.names[0])
             log.info("ready: %s%s", scheme, where)
             if service.tokenizer.chat_template is None:
                 log.info("the base has no chat template: /v1/completions only, and no chat page")

@@ -22,8 +22,8 @@ class ServiceOptions:
     Retry-After."""
 
     served_model_name: tuple[str, ...] = ()
-    """Names of the model for clients; may be given several times. None is the last part of the base's
-    name."""
+    """Names of the model for clients; may be given several times. None is the base's name, also its last
+    part alone."""
     any_model_name: bool = False
     """Whatever clients call the model is this one: many send a name of their own."""
     plain: bool = False

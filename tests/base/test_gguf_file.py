@@ -383,3 +383,11 @@ def test_where_transformers_is_too_old_the_version_that_is_needed_is_named(model
     monkeypatch.setitem(sys.modules, "medusa.base.gguf_model", None)
     with pytest.raises(ValueError, match=r"needs transformers 5.18 or newer, got \d"):
         find_base(model)
+
+
+def test_heads_are_as_wide_as_the_file_says(tmp_path):
+    """``transformers`` takes 128 for every file of Qwen3."""
+    base = load_base(write_model(tmp_path / "tiny.gguf", "qwen3", head_width=64), dtype=torch.float32)
+    assert base.config.head_dim == 64
+    with torch.no_grad():
+        assert base(torch.tensor([[5, 9, 2]])).logits.isfinite().all()

@@ -25,6 +25,7 @@ from tiny_server import tiny_service, wait_until
 
 from medusa.cli import loading
 from medusa.cli.main import main
+from medusa.cli.serve import model_names
 from medusa.serving import server
 from medusa.serving.settings import AccessOptions, AddressOptions
 
@@ -251,3 +252,19 @@ def test_the_real_model_answers_as_alone_and_ends_what_is_running_when_told_to_s
         assert started.wait(60) == 0
     finally:
         started.kill()
+
+
+@pytest.mark.parametrize(
+    ("base", "path", "names"),
+    [
+        (
+            "qwen-1.5b",
+            "/models/qwen-1.5b-q4_k_m.gguf",
+            ("qwen-1.5b", "qwen-1.5b-q4_k_m.gguf", "qwen-1.5b-q4_k_m"),
+        ),
+        ("owner/name", "owner/name", ("name", "owner/name")),
+        (None, "/models/smollm2-135m-instruct", ("smollm2-135m-instruct",)),
+    ],
+)
+def test_clients_may_call_the_model_as_its_base_was_typed(base, path, names):
+    assert model_names(base, path) == names

@@ -128,17 +128,9 @@ def test_the_pages_are_what_the_experiments_found():
 
 
 def test_another_program_is_named_by_a_variable(monkeypatch):
-    monkeypatch.setenv("OTHER_SERVER", "env -i serve --fast")
-    assert measure.to_argv("A=1 $OTHER_SERVER -m x") == [
-        "env",
-        "A=1",
-        "env",
-        "-i",
-        "serve",
-        "--fast",
-        "-m",
-        "x",
-    ]
+    program = conftest.program("scripts/measure.py")
+    monkeypatch.setenv("OTHER_SERVER", "serve --fast")
+    assert program.to_argv("A=1 $OTHER_SERVER -m x") == ["env", "A=1", "serve", "--fast", "-m", "x"]
     monkeypatch.delenv("OTHER_SERVER")
     with pytest.raises(ValueError, match="OTHER_SERVER must name the program"):
-        measure.to_argv("$OTHER_SERVER -m x")
+        program.to_argv("$OTHER_SERVER -m x")
