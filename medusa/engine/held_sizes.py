@@ -41,7 +41,7 @@ class HeldSizes:
     num_others: int
     """Numbers that are float32 in every engine: norms, biases, buffers."""
     num_bytes_of_integers: int
-    """Of buffers that are no floats, such as causal masks."""
+    """Bytes of buffers that are no floats, such as causal masks."""
     num_weights: int
     is_beside: bool
     """Whether packed weights are held beside those of the model, which is loaded in float32."""

@@ -40,7 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
     },
 }
-"""Those of Llama 3.2 1B and 3B and of Llama 3.1 8B, which does not tie its embeddings."""
+"""Shapes of Llama 3.2 1B and 3B and of Llama 3.1 8B, which does not tie its embeddings."""
 VOCABULARY = 128256
 STD = 0.02
 
@@ -51,7 +51,7 @@ class Mixture:
 
     architecture: str
     kind: str
-    """What its files are called after: the type of most of its weights."""
+    """The name of its quantisation, as files are called: the type of most of its weights."""
     num_layers: int
     hidden: int
     num_heads: int
@@ -72,7 +72,7 @@ MIXTURES = {
     "30B-A3B": Mixture("qwen3moe", "Q4_K_M", 48, 2048, 32, 4, 128, 128, 8, 768, 151936),
     "20B-A4B": Mixture("gpt-oss", "MXFP4", 24, 2880, 64, 8, 64, 32, 4, 2880, 201088),
 }
-"""Those of Qwen3-30B-A3B and gpt-oss-20b."""
+"""Shapes of Qwen3-30B-A3B and gpt-oss-20b."""
 
 
 # ------------------------------------------------------------------ dense shapes
@@ -327,7 +327,7 @@ def _tensors_of_mixture(mixture: Mixture) -> dict[str, tuple[list[int], Any]]:
 
 
 def _info(shape: list[int], quantisation: Any) -> tuple[list[int], Any, int, Any]:
-    """What the writer wants to know of a tensor before its data: shape, type and bytes."""
+    """Shape, type and bytes of a tensor, which the writer needs before its data."""
     import gguf
 
     if quantisation == gguf.GGMLQuantizationType.F32:
