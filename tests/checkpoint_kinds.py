@@ -131,6 +131,13 @@ def lfm2_vl(widths: Widths) -> Any:
     return of_images("lfm2_vl", "lfm2", vision, text_settings=layers, projector_hidden_size=16)(widths)
 
 
+def ovis_2(widths: Widths) -> Any:
+    vision = {"hidden_stride": 1, "num_visual_indicator_tokens": 5, "vocab_size": 32}
+    tokens = {"image_token_id": 60, "visual_indicator_token_ids": [55, 56, 57, 58, 59]}
+    sizes = {name: widths.text[name] for name in ("hidden_size", "vocab_size")}
+    return of_images("ovis2", "qwen2", vision, **sizes, **tokens)(widths)
+
+
 def gemma_3n(widths: Widths) -> Any:
     return of_text(
         "gemma3n_text",
@@ -207,6 +214,7 @@ OF_IMAGES: dict[str, Model] = {
     "Gemma 3": of_images(
         "gemma3", "gemma3_text", SIGLIP, text_settings=SLIDING, mm_tokens_per_image=4, image_token_index=60
     ),
+    "Ovis2": ovis_2,
     "Qwen3-VL 30B-A3B": of_qwen(
         "qwen3_vl_moe",
         {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},

@@ -58,11 +58,17 @@ class TensorEntry:
 
     def check_shape(self, expected: Sequence[int]) -> None:
         """Raise ValueError if it has another shape than the model that the metadata describe."""
-        if self.shape != tuple(expected):
-            raise ValueError(
-                f"{self.file}: tensor {self.name!r} must have shape {tuple(expected)}, as the file's "
-                f"metadata say, got {self.shape}"
-            )
+        check_shape(self.file, self.name, self.shape, expected)
+
+
+def check_shape(file: Path, name: str, shape: Sequence[int], expected: Sequence[int]) -> None:
+    """Raise ValueError if a tensor of ``file`` has another shape than the model that the metadata
+    describe."""
+    if tuple(shape) != tuple(expected):
+        raise ValueError(
+            f"{file}: tensor {name!r} must have shape {tuple(expected)}, as the file's metadata say, got "
+            f"{tuple(shape)}"
+        )
 
 
 @dataclass

@@ -39,7 +39,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from medusa.base.experts import arranged, expert_matrices, is_experts
-from medusa.base.gguf_file import INFILL_TOKENS, GGUFFile
+from medusa.base.gguf_file import INFILL_TOKENS, GGUFFile, check_shape
 from medusa.console import log_console
 
 END_TOKENS = frozenset(
@@ -63,6 +63,7 @@ PLAIN_SPLITS = frozenset({None, "default", "gpt-2"})
 BLOCK_NUMBER = re.compile(r"\.(\d+)\.")
 """The number of a layer in the name of a module."""
 SIZES = {
+    "gpt2": {"context_length": "n_positions"},
     "qwen2moe": {
         "expert_feed_forward_length": "moe_intermediate_size",
         "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
@@ -73,6 +74,8 @@ SIZES = {
 }
 """Sizes that ``transformers`` does not take from files of an architecture, by their keys there, as its
 configuration has them."""
+WITHOUT_VOCABULARY = ("gpt2", "starcoder2")
+"""Architectures of whose files ``transformers`` does not take the number of tokens."""
 YARN_APART = "gpt-oss"
 """The architecture whose scaling of rotary angles ``transformers`` reads wrong: the lengths of keys in place
 of their values (5.24)."""
@@ -96,6 +99,8 @@ def gguf_config(file: GGUFFile) -> PreTrainedConfig:
     for key, name in SIZES.get(file.architecture, {}).items():
         if f"{file.architecture}.{key}" in file.metadata:
             setattr(config, name, file.metadata[f"{file.architecture}.{key}"])
+    if file.architecture in WITHOUT_VOCABULARY and "token_embd.weight" in file.tensors:
+        config.vocab_size = file.tensors["token_embd.weight"].shape[0]
     if file.architecture == YARN_APART:
         scaling = {name: file.metadata.get(f"{file.architecture}.{key}") for key, name in YARN.items()}
         known = {name: value for name, value in scaling.items() if value is not None}
@@ -124,8 +129,11 @@ def _config_of(file: GGUFFile) -> PreTrainedConfig:
     if file.architecture in GGUF_CONFIG_ARCHS:
         with _explained_metadata(file):
             return AutoConfig.for_model(**get_gguf_config(dict(file.metadata), tuple(file.tensors)))
+    import gguf
+
     known = {name.replace("_", "").replace("-", "") for name in GGUF_SUPPORTED_ARCHITECTURES}
-    if file.architecture.replace("_", "").replace("-", "") not in known:
+    is_known = file.architecture.replace("_", "").replace("-", "") in known
+    if not is_known or file.architecture not in gguf.MODEL_ARCH_NAMES.values():
         listed = ", ".join(sorted({*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_ARCHS} - _NO_MODELS))
         raise ValueError(
             f"{file.path} holds a model of architecture {file.architecture!r}, which transformers reads "
@@ -151,8 +159,9 @@ _NO_MODEL = (ValueError, TypeError, ArithmeticError, StrictDataclassError)
 NFC_SPLITS = {"qwen2", "qwen35", "deepseek-r1-qwen"}
 """Kinds of splits before which the tokenizers of ``transformers`` compose characters (NFC); a file does not
 say so."""
-_NO_MODELS = {"general", "tokenizer", "t5", "umt5"}
-"""Architectures in the lists of ``transformers`` that are no causal language models."""
+_NO_MODELS = {"general", "tokenizer", "t5", "umt5", "mistral"}
+"""Names in the lists of ``transformers`` that are no causal language models, or that no file has: llama.cpp
+calls Mistral "llama"."""
 
 
 def _write_metadata(file: GGUFFile, path: Path) -> None:
@@ -319,7 +328,8 @@ def _by_name(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
     for target, source in _source_names(file, model, processor).items():
 
         def convert(numbers: np.ndarray, source: str = source) -> np.ndarray:
-            return processor.process(weights=numbers, name=source).weights
+            parsed = {"tensors": {}}  # where the processor of GPT-2 puts an LM head too
+            return processor.process(weights=numbers, name=source, parsed_parameters=parsed).weights
 
         weights[target] = NamedWeight((source,), convert)
     return weights
@@ -451,11 +461,7 @@ def fill(model: Any, file: GGUFFile, weights: Mapping[str, NamedWeight], dtype: 
             )
         numbers = weight.convert(*(file.floats(source).numpy() for source in weight.sources))
         values = torch.from_numpy(np.ascontiguousarray(numbers)).to(dtype)
-        if values.shape != parameter.shape:
-            raise ValueError(
-                f"{file.path}: tensor {' with '.join(weight.sources)!r} must have shape "
-                f"{tuple(parameter.shape)}, as the file's metadata say, got {tuple(values.shape)}"
-            )
+        check_shape(file.path, " with ".join(weight.sources), values.shape, parameter.shape)
         owner, _, last = name.rpartition(".")
         setattr(model.get_submodule(owner), last, torch.nn.Parameter(values, requires_grad=False))
 

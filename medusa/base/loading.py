@@ -134,24 +134,28 @@ def load_base(source: str | Path | BaseSource, **kwargs: Any) -> CausalLM:
     with explained_damage(source.name):
         loaded: Any = auto_class(source.config).from_pretrained(source.name, **arguments)
     base, info = loaded
-    output = base.get_output_embeddings()
-    names = [f"{name}.weight" for name, module in base.named_modules() if module is output]
-    missing = [name for name in names if name in info["missing_keys"]]
-    if missing:
-        raise ValueError(
-            f"base {source.name!r} is no language model: its files hold no LM head ({missing[0]}), so it "
-            "would answer from random weights; name a checkpoint of the whole model"
-        )
     base = text_part(base)
-    parameters = dict(base.named_parameters())
-    missing = [name for name in info["missing_keys"] if name in parameters]
-    if missing:
-        raise ValueError(
-            f"base {source.name!r} must have a tensor for {missing[0]!r} ({len(missing)} in all), and has "
-            "none, so it would answer from random weights; copy or download it again. If it is quantised, "
-            "its config.json must say so (quantization_config)"
-        )
+    _check_has_all(source.name, base, info["missing_keys"])
     return base.eval()
+
+
+def _check_has_all(name: str, base: CausalLM, missing_keys: Iterable[str]) -> None:
+    """Raise ValueError if a weight of ``base`` is among those that its files lack: it is random."""
+    names = {id(parameter): parameter_name for parameter_name, parameter in base.named_parameters()}
+    missing = [key for key in missing_keys if key in names.values()]
+    if not missing:
+        return
+    head = names.get(id(base.get_output_embeddings().weight))
+    if head in missing:
+        raise ValueError(
+            f"base {name!r} is no language model: its files hold no LM head ({head}), so it would answer "
+            "from random weights; name a checkpoint of the whole model"
+        )
+    raise ValueError(
+        f"base {name!r} must have a tensor for {missing[0]!r} ({len(missing)} in all), and has none, so it "
+        "would answer from random weights; copy or download it again. If it is quantised, its config.json "
+        "must say so (quantization_config)"
+    )
 
 
 def gguf_model() -> Any:
@@ -326,7 +330,9 @@ def load_widened(source: BaseSource, dtype: torch.dtype) -> CausalLM:
     """
     if source.gguf is not None:
         return gguf_model().load_widened(source.gguf, source.config, dtype)
-    return quantised_directory(source).load_widened(dtype, **source_arguments(source.arguments))
+    directory = quantised_directory(source)
+    model = directory.empty_model(**source_arguments(source.arguments))
+    return directory.filled(model, *directory.of_text(model), dtype)
 
 
 def weight_files(source: BaseSource, alone: str = SAFE_WEIGHTS_NAME) -> list[Path]:
@@ -363,13 +369,26 @@ def explained_kind(name: str) -> Iterator[None]:
 
 @contextmanager
 def explained_damage(name: str) -> Iterator[None]:
-    """Within, a safetensors file of the base called ``name`` that cannot be read is a ValueError."""
+    """Within, files of the base called ``name`` that cannot be read, or whose weights have other shapes than
+    its configuration says, are a ValueError, and one that is missing is a FileNotFoundError."""
     try:
         yield
     except SafetensorError as error:
         raise ValueError(
             f"the weights of base {name!r} cannot be read: a safetensors file is damaged ({error}); copy or "
             "download it again"
+        ) from error
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"base {name!r} lacks a file of weights that its index names: {error.filename or error}; copy or "
+            "download it again"
+        ) from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(
+            f"the weights of base {name!r} have other shapes than its config.json says, as the table above "
+            "shows; correct config.json (tokens that were added count in vocab_size), or download both again"
         ) from error
 
 

@@ -429,14 +429,11 @@ class QuantisedDirectory:
             renamed[key if is_known else name] = stored
         self.tensors = renamed
 
-    def load_widened(self, dtype: torch.dtype, **arguments: Any) -> Any:
-        """The model with all weights in ``dtype``, as modules of ``transformers`` compute with them.
-
-        Raises:
-            ValueError: as :meth:`quantised_layers`.
-        """
-        model = self.empty_model(**arguments)
-        layers, plain = self.of_text(model)
+    def filled(
+        self, model: Any, layers: Mapping[str, QuantisedLayer], plain: Mapping[str, str], dtype: torch.dtype
+    ) -> Any:
+        """``model`` with all weights in ``dtype``, as modules of ``transformers`` compute with them; the
+        others are what :meth:`of_text` says of it."""
         for name, layer in layers.items():
             weight = self.weight(layer, self.parts(layer))
             numbers = weight if isinstance(weight, Tensor) else weight.widened()

@@ -140,13 +140,11 @@ def _file_tensors(source: BaseSource) -> Iterator[tuple[str, FileTensor]]:
                 if part.get_dtype() not in WHOLE:
                     size = torch.Size(part.get_shape()).numel()
                     yield key, FileTensor(FLOATS.get(part.get_dtype()), size, partial(opened.get_tensor, key))
-    if files:
-        return
-    for file in weight_files(source, WEIGHTS_NAME):
-        for key, tensor in _pickled(file, source.name).items():
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                dtype = tensor.dtype if tensor.dtype in FLOATS.values() else None
-                yield key, FileTensor(dtype, tensor.numel(), partial(Tensor.detach, tensor))
+        for file in [] if files else weight_files(source, WEIGHTS_NAME):
+            for key, tensor in _pickled(file, source.name).items():
+                if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                    dtype = tensor.dtype if tensor.dtype in FLOATS.values() else None
+                    yield key, FileTensor(dtype, tensor.numel(), partial(Tensor.detach, tensor))
 
 
 def _pickled(file: Path, name: str) -> dict[str, object]:

@@ -9,7 +9,8 @@ given back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -97,32 +98,25 @@ def _check_widened_fits(name: str, num_weights: int, in_files: int) -> None:
 
 
 def _widened_directory(source: BaseSource, directory: QuantisedDirectory) -> CausalLM:
-    arguments = source_arguments(source.arguments)
-    model = directory.empty_model(**arguments)
-    directory.of_text(model)
+    model = directory.empty_model(**source_arguments(source.arguments))
+    layers, plain = directory.of_text(model)
     in_files = sum(each.num_bytes for each in directory.tensors.values())
     _check_widened_fits(source.name, sum(each.numel() for each in model.parameters()), in_files)
-    return directory.load_widened(torch.float32, **arguments)
+    return cast(CausalLM, directory.filled(model, layers, plain, torch.float32))
 
 
 def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: Engine) -> CausalLM:
     base = directory.empty_model(**source_arguments(source.arguments))
     layers, plain = directory.of_text(base)
+    experts = directory.quantised_experts(base)
+    int8 = engine == "int8" and all(each.form == "fp8" for each in layers.values())
     num_bytes = sum(directory.tensors[stored].num_bytes for stored in plain.values())
     num_bytes += sum(_bytes_held(each, engine) for each in layers.values())
-    experts = directory.quantised_experts(base)
     num_bytes += sum(math.prod(shape) for shape in experts.values()) * 17 // 32  # bytes of a block
-    int8 = engine == "int8" and all(each.form == "fp8" for each in layers.values())
+    num_bytes += _bytes_of_tied_head(directory, base, layers, plain, int8)
+    check_fits(source.name, engine, lambda _: num_bytes, ())
     head = lm_head(base)
     modules = dict(base.named_modules())
-    is_quantised = any(modules[name] is head for name in layers)
-    if head.weight is base.get_input_embeddings().weight and not is_quantised:
-        parameters = dict(base.named_parameters())
-        tied = next(stored for name, stored in plain.items() if parameters.get(name) is head.weight)
-        num_outputs, num_inputs = head.weight.shape
-        # packed beside its rows, which stay in the file
-        num_bytes += product_bytes(FLOATS[directory.tensors[tied].dtype], num_outputs, num_inputs, int8)
-    check_fits(source.name, engine, lambda _: num_bytes, ())
     check_decodable(base)
     for name, stored in plain.items():
         values = directory.tensor(stored)
@@ -172,6 +166,25 @@ def _bytes_held(layer: QuantisedLayer, engine: Engine) -> int:
     return layer.num_weights * (4 * layer.bits + 3) // 32
 
 
+def _bytes_of_tied_head(
+    directory: QuantisedDirectory,
+    base: CausalLM,
+    layers: Mapping[str, QuantisedLayer],
+    plain: Mapping[str, str],
+    int8: bool,
+) -> int:
+    """Memory of an LM head that is packed beside the embedding's rows, which stay in the file; 0 for one that
+    is a tensor of its own, or quantised."""
+    head = lm_head(base)
+    is_quantised = any(base.get_submodule(name) is head for name in layers)
+    if head.weight is not base.get_input_embeddings().weight or is_quantised:
+        return 0
+    parameters = dict(base.named_parameters())
+    tied = next(stored for name, stored in plain.items() if parameters.get(name) is head.weight)
+    num_outputs, num_inputs = head.weight.shape
+    return product_bytes(FLOATS[directory.tensors[tied].dtype], num_outputs, num_inputs, int8)
+
+
 def _weight(
     directory: QuantisedDirectory,
     layer: QuantisedLayer,
@@ -202,42 +215,70 @@ def _held_file(source: BaseSource, file: GGUFFile, engine: Engine) -> CausalLM:
     model = gguf_model()
     base = model.empty_model(file, source.config)
     weights = model.placed_weights(file, base)
-    quantised = _file_modules(file, base, weights)
-    plain = _file_floats(file, base, weights)
-    experts = experts_in_file(file, base, weights)
-    in_place = {*quantised, *plain, *experts} & {*weights}
-    held = {source for name in in_place for source in weights[name].sources}
-    others = {name: each for name, each in file.tensors.items() if name not in held}
-    num_widened = sum(math.prod(each.shape) for each in others.values())
-    packed = [rows for module, rows in quantised.values() if not isinstance(module, nn.Embedding)]
-    parts = [file_rows(file, part) for of_matrix in experts.values() for part in of_matrix]
-    packed += [part for part in parts if isinstance(part, QuantisedRows)]
-    matrices = {name for name, (module, _) in quantised.items() if not isinstance(module, nn.Embedding)}
-    matrices |= {name for name, (first, *_) in experts.items() if first.type in gguf_types()}
-    of_packed = {source for name in matrices & {*weights} for source in weights[name].sources}
-    num_bytes = sum(file.tensors[name].num_bytes for name in held - of_packed) + 4 * num_widened
-    num_bytes += sum(
-        rows.packed_bytes for rows in packed
-    )  # of a tied matrix too, whose rows stay in the file
-    check_fits(source.name, engine, lambda _: num_bytes, ())
-    _say_what_is_widened(others)
+    held = _HeldTensors.of(file, base, weights)
+    check_fits(source.name, engine, lambda _: held.num_bytes, ())
+    _say_what_is_widened(held.widened)
     check_decodable(base)
-    for name, values in plain.items():
+    for name, values in held.floats.items():
         set_weight(base, name, values)
-    rest = {name: each for name, each in weights.items() if name not in in_place}
+    in_place = {*held.quantised, *held.floats, *held.experts}
+    rest = {name: weight for name, weight in weights.items() if name not in in_place}
     model.fill(base, file, rest, torch.float32)
     if source.config.get_text_config(decoder=True).tie_word_embeddings:
         base.tie_weights()
     model.check_filled(base, file, in_place)
     release = released_pages()
     head = lm_head(base)
-    rows = None if any(module is head for module, _ in quantised.values()) else embedding_rows(head)
-    by_module = {id(module): _given(of_file) for module, of_file in quantised.values()}
-    of_experts = {name: [partial(file_rows, file, part) for part in parts] for name, parts in experts.items()}
+    quantised = [*held.quantised.values(), *held.tied]
+    rows = None if any(module is head for module, _ in quantised) else embedding_rows(head)
+    by_module = {id(module): _given(of_file) for module, of_file in quantised}
+    of_experts = {
+        name: [partial(file_rows, file, part) for part in parts] for name, parts in held.experts.items()
+    }
     hold_experts(base, of_experts, engine != "packed", release)
     for parent in list(base.modules()):
         _hold_quantised(parent, by_module, head, engine != "packed", False, release)
     return packed_rest(base, False, rows, release)
+
+
+@dataclass(frozen=True)
+class _HeldTensors:
+    """How the tensors of a GGUF file will be held in a base; none of them has been read."""
+
+    quantised: Mapping[str, tuple[nn.Module, QuantisedRows]]
+    """Linear layers and embeddings in whole numbers, by the names of their weights."""
+    tied: Sequence[tuple[nn.Module, QuantisedRows]]
+    """The LM head, where its product is made of the embedding's rows, which stay in the file."""
+    floats: Mapping[str, Tensor]
+    """Matrices of floats, in their own type, by name."""
+    experts: Mapping[str, Sequence[TensorEntry]]
+    """The parts of matrices of experts, by name."""
+    widened: Sequence[TensorEntry]
+    """All others: they become float32."""
+    num_bytes: int
+    """Memory of all of them."""
+
+    @classmethod
+    def of(cls, file: GGUFFile, base: CausalLM, weights: Mapping[str, NamedWeight]) -> _HeldTensors:
+        quantised = _file_modules(file, base, weights)
+        embedding = base.get_input_embeddings()
+        head = lm_head(base)
+        is_tied = head.weight is embedding.weight
+        tied = [(head, rows) for module, rows in quantised.values() if is_tied and module is embedding]
+        floats = _file_floats(file, base, weights)
+        experts = experts_in_file(file, base, weights)
+        in_place = (*quantised, *floats, *experts)
+        held = {source for name in in_place for source in weights[name].sources}
+        widened = [entry for name, entry in file.tensors.items() if name not in held]
+        lookups = [rows for module, rows in quantised.values() if isinstance(module, nn.Embedding)]
+        products = [rows for module, rows in quantised.values() if not isinstance(module, nn.Embedding)]
+        parts = [file_rows(file, part) for parts in experts.values() for part in parts]
+        products += [part for part in parts if isinstance(part, QuantisedRows)]
+        as_stored = [*floats.values(), *(part for part in parts if isinstance(part, Tensor))]
+        num_bytes = sum(values.nbytes for values in (*as_stored, *(rows.rows for rows in lookups)))
+        num_bytes += sum(rows.packed_bytes for rows in (*products, *(rows for _, rows in tied)))
+        num_bytes += 4 * sum(math.prod(entry.shape) for entry in widened)
+        return cls(quantised, tied, floats, experts, widened, num_bytes)
 
 
 def _given(weight: QuantisedRows | Tensor) -> ReadsWeight:
@@ -278,8 +319,6 @@ def _file_modules(
             continue
         rows = QuantisedRows(file.rows(entry.name), entry.type, entry.shape[1], None if is_same else order)
         modules[name] = (module, rows)
-        if module is base.get_input_embeddings() and lm_head(base).weight is module.weight:
-            modules["tied"] = (lm_head(base), rows)
     return modules
 
 
@@ -294,9 +333,9 @@ def _file_floats(file: GGUFFile, base: CausalLM, weights: Mapping[str, NamedWeig
     return matrices
 
 
-def _say_what_is_widened(others: Mapping[str, TensorEntry]) -> None:
+def _say_what_is_widened(widened: Iterable[TensorEntry]) -> None:
     """Tell of matrices that cannot be held in their own bits, and what they take."""
-    large = [each for each in others.values() if len(each.shape) > 1 and type_name(each.type) != "F32"]
+    large = [each for each in widened if len(each.shape) > 1 and type_name(each.type) != "F32"]
     if large:
         kinds = ", ".join(sorted({type_name(each.type) for each in large}))
         log_console().print(

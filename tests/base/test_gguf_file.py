@@ -1,4 +1,5 @@
 import json
+import re
 import struct
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quantised_files import CHATML, SPECIAL, VOCAB_SIZE, write_model
 from tokenizer_kinds import SCRIPTS
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from medusa.base import gguf_file
@@ -349,12 +350,50 @@ def test_a_matrix_of_another_shape_than_the_metadata_say_is_refused(tmp_path):
         load_base(path)
 
 
-def test_an_architecture_that_transformers_does_not_know_is_refused_with_those_that_it_knows(model, tmp_path):
+@pytest.mark.parametrize("name", ["zebra", "mistral"])  # transformers has settings of the second alone
+def test_an_architecture_that_is_not_known_is_refused_with_those_that_are(model, tmp_path, name):
     path = tmp_path / "other.gguf"
-    raw = model.read_bytes().replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0zebra")
-    path.write_bytes(raw)
-    with pytest.raises(ValueError, match=r"architecture 'zebra', which transformers reads .*llama.*qwen2"):
+    sized = struct.pack("<Q", len(name)) + name.encode()
+    path.write_bytes(model.read_bytes().replace(b"\5\0\0\0\0\0\0\0llama", sized))
+    with pytest.raises(ValueError, match=rf"architecture '{name}', which transformers reads .*llama.*qwen2"):
         find_base(path)
+
+
+GPT2_NAMES = {
+    **{"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "h": "blk"},
+    **{"ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output"},
+    **{"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+}
+
+
+@pytest.mark.parametrize("has_head", [False, True], ids=["tied", "with an LM head"])
+def test_a_file_of_gpt_2_gives_the_logits_of_the_model_that_it_was_written_from(tmp_path, has_head):
+    """``transformers`` takes neither its number of tokens nor that of positions from the file."""
+    sizes = {"vocab_size": VOCAB_SIZE, "n_positions": 48, "n_embd": 32, "n_head": 4, "n_layer": 2}
+    theirs = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+    writer = gguf.GGUFWriter(tmp_path / "gpt2.gguf", "gpt2")
+    writer.add_context_length(48)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(128)
+    writer.add_head_count(4)
+    writer.add_block_count(2)
+    writer.add_layer_norm_eps(1e-5)
+    for name, weight in theirs.transformer.named_parameters():
+        stem, _, kind = name.rpartition(".")
+        for ours, files in GPT2_NAMES.items():
+            stem = re.sub(rf"(^|\.){re.escape(ours)}(\.|$)", rf"\1{files}\2", stem)
+        is_matrix = weight.dim() == 2 and stem.startswith("blk")  # Conv1D has inputs first
+        writer.add_tensor(f"{stem}.{kind}", (weight.T if is_matrix else weight).detach().numpy().copy())
+    if has_head:
+        writer.add_tensor("output.weight", theirs.lm_head.weight.detach().numpy().copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ids = torch.randint(0, VOCAB_SIZE, (1, 12), generator=torch.Generator().manual_seed(0))
+    base = load_base(tmp_path / "gpt2.gguf")
+    assert torch.equal(base(ids).logits, theirs(ids).logits)
+    assert base.config.n_positions == 48
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from checkpoint_kinds import bytes_held
+from checkpoint_kinds import TINY, bytes_held, in_shards_of_bin_files
 from conftest import (
     ARCHITECTURES,
     GROUPED,
@@ -288,6 +288,31 @@ def large(tmp_path_factory):
     directory = tmp_path_factory.mktemp("large")
     base.save_pretrained(directory)
     return directory, sum(parameter.nbytes for parameter in base.parameters())
+
+
+@pytest.mark.parametrize("load", [load_base, functools.partial(load_for_engine, engine="packed")])
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+def test_a_file_that_the_index_names_and_that_is_not_there_is_named(tmp_path, load, ending):
+    if ending == "bin":
+        directory = in_shards_of_bin_files(tmp_path, TINY)
+    else:
+        directory = tmp_path
+        tiny_model("llama").save_pretrained(directory, max_shard_size="20KB")
+    missing = sorted(directory.glob(f"*-of-*.{ending}"))[-1]
+    missing.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"lacks a file .* names: .*{missing.name}.*download it"):
+        load(directory)
+
+
+@pytest.mark.parametrize("load", [load_base, functools.partial(load_for_engine, engine="packed")])
+def test_weights_of_other_shapes_than_the_configuration_says_are_refused_in_words(tmp_path, load):
+    """Such as rows of tokens that were added to the embedding and not to ``vocab_size``."""
+    directory = saved(tiny_model("llama"), tmp_path)
+    settings = json.loads((directory / "config.json").read_text())
+    settings["vocab_size"] -= 2
+    (directory / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"have other shapes than its config\.json says.*vocab_size"):
+        load(directory)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
