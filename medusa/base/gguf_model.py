@@ -328,7 +328,7 @@ def _by_name(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
     for target, source in _source_names(file, model, processor).items():
 
         def convert(numbers: np.ndarray, source: str = source) -> np.ndarray:
-            parsed = {"tensors": {}}  # where the processor of GPT-2 puts an LM head too
+            parsed: dict[str, Any] = {"tensors": {}}  # where the processor of GPT-2 puts an LM head too
             return processor.process(weights=numbers, name=source, parsed_parameters=parsed).weights
 
         weights[target] = NamedWeight((source,), convert)
