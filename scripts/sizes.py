@@ -16,12 +16,14 @@ installed (`pip install '.[llama-cpp]'`); compiled for this processor, as pip do
     python scripts/sizes.py --shapes 1B --contenders "file Q4_K_M" "llama-bench Q4_K_M" --llama-bench PATH
 
 `--llama-bench` names that program of llama.cpp, or of a relative such as ik_llama.cpp, with its flags. It
-decodes 24 tokens and reads 64 and 2,000, in a process of its own as the others.
+decodes 24 tokens and reads 64 and 2,000, in a process of its own as the others. OpenVINO GenAI reads such
+files too, where it is installed (`pip install openvino-genai`).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shlex
@@ -63,7 +65,7 @@ THEIRS = ("transformers bfloat16", "llama.cpp BF16", "llama.cpp Q8_0")
 OF_FILES = tuple(
     f"{system} {kind}"
     for kind in ("Q4_K_M", "Q8_0", "MXFP4")
-    for system in ("file", "llama.cpp", "llama-bench")
+    for system in ("file", "llama.cpp", "llama-bench", "openvino")
 )
 """Those that read a quantised file of a shape."""
 ROUNDS = {"1B": 2, "3B": 1, "8B": 1}
@@ -96,6 +98,8 @@ def measured(system: str, directory: Path, program: list[str]) -> dict[str, Any]
         return _of_llama_bench(program, _file_of(system, directory))
     elif system.startswith("llama.cpp"):
         found = _of_llama_cpp(_file_of(system, directory), prompts, began)
+    elif system.startswith("openvino"):
+        found = _of_openvino(_file_of(system, directory), prompts, began)
     else:
         found = _of_transformers(directory, prompts, began)
     return found | {"peak_bytes": peak_bytes()}
@@ -173,6 +177,23 @@ def _of_llama_cpp(path: Path, prompts: dict[int, Tensor], began: float) -> dict[
     return found
 
 
+def _of_openvino(path: Path, prompts: dict[int, Tensor], began: float) -> dict[str, Any]:
+    import openvino
+    import openvino_genai
+
+    pipeline = openvino_genai.LLMPipeline(str(path), "CPU")
+    found = {"load_seconds": time.perf_counter() - began}
+
+    def answered(length: int, count: int) -> Any:
+        config = openvino_genai.GenerationConfig(max_new_tokens=count, do_sample=False, ignore_eos=True)
+        return pipeline.generate(openvino.Tensor(prompts[length].numpy()), config).perf_metrics
+
+    answered(SHORT, 2)  # the first pass prepares the others
+    metrics = answered(SHORT, NEW_TOKENS)
+    found |= {"first_64_ms": metrics.get_ttft().mean, "ms_per_token": metrics.get_tpot().mean}
+    return found | {"first_2000_ms": answered(LONG, 1).get_ttft().mean}
+
+
 def _of_transformers(directory: Path, prompts: dict[int, Tensor], began: float) -> dict[str, Any]:
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     found = {"load_seconds": time.perf_counter() - began}
@@ -235,7 +256,7 @@ def prepare(shape: str, directory: Path, contenders: list[str], tokenizer: Path)
     for contender in contenders:
         kind = contender.split()[-1]
         target = _file_of(contender, directory) if kind != contender else directory
-        if contender.startswith(("llama", "file")) and not target.exists():
+        if contender in OF_FILES and not target.exists():
             log.print(f"writing {target}")
             with replaced_file(target) as partial:
                 write_gguf(directory, partial, kind)
@@ -253,13 +274,12 @@ def _contenders(shape: str, options: argparse.Namespace) -> list[str]:
     else:
         able, default = [*OURS, *THEIRS, *OF_FILES], [*OURS, *THEIRS]
     wanted = [each for each in options.contenders or default if each in able]
-    has_llama_cpp = not llama_cpp_unsupported_reason()
-    return [
-        each
-        for each in wanted
-        if (has_llama_cpp or not each.startswith("llama.cpp"))
-        and (options.llama_bench or not each.startswith("llama-bench"))
-    ]
+    is_here = {
+        "llama.cpp": not llama_cpp_unsupported_reason(),
+        "llama-bench": bool(options.llama_bench),
+        "openvino": importlib.util.find_spec("openvino_genai") is not None,
+    }
+    return [each for each in wanted if is_here.get(each.split()[0], True)]
 
 
 def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
