@@ -268,7 +268,7 @@ def _contenders(shape: str, options: argparse.Namespace) -> list[str]:
     """Those of the wanted ones that can read a shape, or one of ``--files``, and that are installed."""
     if shape in MIXTURES:
         able = [each for each in OF_FILES if each.endswith(MIXTURES[shape].kind)]
-        default = able
+        default = able = [each for each in able if not each.startswith("openvino")]  # it reads no mixtures
     elif options.files:
         able, default = list(OF_FILES), ["file Q4_K_M"]
     else:
