@@ -205,6 +205,39 @@ def test_info_says_what_a_heads_directory_holds(saved, capsys):
     assert json.loads(ran(capsys, ["info", "--json", saved[3]]).out)["num_heads"] == 3
 
 
+@pytest.fixture
+def embedded(tmp_path, monkeypatch):
+    """The embedded base's directory, with a small model's configuration."""
+    home = tmp_path / EMBEDDED_BASE
+    tiny_model("llama").config.save_pretrained(home)
+    chat_tokenizer().save_pretrained(home)
+    monkeypatch.setattr("medusa.assets.embedded_base_homes", lambda: [home])
+    return home
+
+
+def test_info_describes_base_and_heads_where_a_name_stands_for_both(embedded, capsys):
+    printed = " ".join(ran(capsys, ["info", EMBEDDED_BASE]).out.replace("│", " ").split())
+    base, _, heads = printed.partition(f"Heads that ship for {EMBEDDED_BASE}")
+    assert f"Base {EMBEDDED_BASE}" in base and "LlamaForCausalLM" in base and "num_heads" in heads
+    described = json.loads(ran(capsys, ["info", "--json", EMBEDDED_BASE]).out)
+    assert described["kind"] == "medusa" and described["base"]["decodes"] == "yes"
+
+
+def test_info_says_how_to_fetch_the_base_of_heads_that_ship(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("medusa.assets.checkout", lambda: None)
+    monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
+    printed = ran(capsys, ["info", "qwen2.5-coder-1.5b"])
+    assert "no: `medusa fetch qwen2.5-coder-1.5b` fetches it" in printed.out and "num_heads" in printed.out
+    assert printed.err.rstrip().endswith("fetch qwen2.5-coder-1.5b")
+    assert json.loads(ran(capsys, ["info", "--json", "qwen2.5-coder-1.5b"]).out)["base"] is None
+
+
+def test_info_names_the_heads_that_ship_for_a_base(embedded, tmp_path, capsys):
+    assert "which are used for this base" in ran(capsys, ["info", "--json", str(embedded)]).out
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    assert json.loads(ran(capsys, ["info", "--json", str(tmp_path)]).out)["heads that ship"] == "none"
+
+
 def test_info_lists_the_places_that_trees_were_tuned_at(capsys, tmp_path):
     tuned = (TunedTree(Runtime("a card", "bfloat16", "eager"), 8, CandidateTree.chain(2), step="captured"),)
     heads = save_heads(HeadsCheckpoint(chat_heads(), "tiny", wide_tree(), tuned=tuned), tmp_path / "heads")
