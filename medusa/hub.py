@@ -145,10 +145,8 @@ def _without_hub(kind: str, name: str, error: Exception) -> str:
         first_line = str(cause).strip().partition("\n")[0] or type(cause).__name__
         why = f"the hub at {constants.ENDPOINT} cannot be reached ({first_line}); check the network"
     question = _did_you_mean(name)
-    begin = (
-        f"no {kind} at {name!r}: it is" if question is None else f"no {kind} at {name!r}; {question} It is"
-    )
+    begin = ": it is" if question is None else f"; {question} It is"
     return (
-        f"{begin} no directory here, the hub's cache has none, and {why}, or run `{fetch}` where there is a "
-        "network and give the directory that it prints"
+        f"no {kind} at {name!r}{begin} no directory here, the hub's cache has none, and {why}, or run "
+        f"`{fetch}` where there is a network and give the directory that it prints"
     )

@@ -74,13 +74,16 @@ FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off
 reproducible."""
 
 
+INSTALL_COMPILER = "`apt install g++`, `dnf install gcc-c++` or `xcode-select --install` installs one"
+
+
 @functools.cache
 def kernels_unsupported_reason() -> str | None:
     """The missing requirement of the kernels on this machine, in words; None if there is none, and they are
     loaded."""
     compiler = found_compiler()
     if compiler is None:
-        return "a C++ compiler (g++ or clang++), and none is installed"
+        return f"a C++ compiler (g++ or clang++), and none is installed ({INSTALL_COMPILER})"
     try:
         _load(_compiled(compiler))
     except subprocess.CalledProcessError as error:
@@ -139,7 +142,10 @@ def has_tiles(wanted: bool | None = None) -> bool:
 def _compiled(compiler: str) -> Path:
     """The library in the user's cache, compiled first if it does not exist."""
     path = kept_kernels(compiler)
-    text = f"compiling kernels for this processor: some seconds, once; kept in {path.parent}"
+    text = (
+        "compiling kernels for this processor, once: some fifteen seconds on an idle machine, longer beside "
+        f"other work; kept in {path.parent}"
+    )
     compile_library(path, text, lambda directory: _built(compiler, directory / "kernels.so"))
     check_library(path)
     return path

@@ -30,6 +30,7 @@ from medusa.drafters.registry import (
     part_names,
     uses_model_heads,
 )
+from medusa.engine.kernels import INSTALL_COMPILER
 from medusa.engine.optimized_heads import optimized_heads
 from medusa.engine.views import packed_as
 from medusa.heads.autoregressive_head import Heads
@@ -245,7 +246,10 @@ def _theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> System 
         if base.device.type == "cpu":  # elsewhere `generate` compiles by itself
             if not any(map(shutil.which, CPU_COMPILERS)):
                 known = ", ".join(CPU_COMPILERS)
-                return f"torch.compile needs a C++ compiler on a CPU ({known}), none is installed"
+                return (
+                    f"torch.compile needs a C++ compiler on a CPU ({known}), none is installed "
+                    f"({INSTALL_COMPILER})"
+                )
             if not hasattr(CompileConfig, "_compile_all_devices"):
                 return "this transformers compiles on graphics cards only"
             options["compile_config"] = CompileConfig()
