@@ -52,6 +52,14 @@ class ReplyOptions:
             raise ValueError(f"plain guesses nothing, and drafter {self.drafter} does; give one of them")
 
 
+@dataclass(frozen=True)
+class SessionReportOptions:
+    """The file that a chat writes."""
+
+    json: Path | None = None
+    """Write the statistics of the session, one JSON object, to this file; - is standard output."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AnsweringOptions:
     """The options of both subcommands that answer."""
@@ -75,7 +83,8 @@ class AnsweringOptions:
 class ChatOptions(AnsweringOptions):
     """Chat with a base model and its heads: the same text as from the base without heads, faster.
 
-    Questions come from the keyboard, from a pipe (one a line) or from a prompts file.
+    Questions come from the keyboard, from a pipe (one a line) or from a prompts file. Where standard output
+    is no terminal it gets questions and answers alone; statistics go to standard error.
 
         medusa chat
         medusa chat --drafter heads --color-depth
@@ -87,7 +96,7 @@ class ChatOptions(AnsweringOptions):
     color_depth: bool = False
     """Colour each token by the depth of its draft; the base model's own tokens stay plain."""
     prompts: PromptOptions = PromptOptions()
-    report: ReportOptions = ReportOptions()
+    report: SessionReportOptions = SessionReportOptions()
 
 
 @dataclass(frozen=True, kw_only=True)

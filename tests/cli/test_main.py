@@ -132,7 +132,7 @@ def test_chat_answers_piped_questions_and_logs_version_and_path_first(saved, cap
     printed = ran(capsys, ["chat", *saved, "--max-new-tokens", "9", "--json", str(report)])
     assert printed.err.startswith(f"medusa {medusa.__version__} from ")
     assert "> Hello\n" in printed.out
-    assert "9 tokens in" in printed.out
+    assert "9 tokens in" in printed.err and "accepted once reached" in printed.err
     assert "never asked" not in printed.out
     assert json.loads(report.read_text())["num_answers"] == 1
 
@@ -419,12 +419,23 @@ def test_flags_can_come_from_a_file(saved, capsys, tmp_path):
     assert "5 tokens in" in ran(capsys, ["generate", "--config", str(config), "Hello"]).err
 
 
-def test_a_session_reports_in_json_where_no_terminal_reads_it(saved, capsys, monkeypatch):
-    for is_terminal, extra in ((False, []), (True, []), (True, ["--json", "-"])):
-        monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
-        monkeypatch.setattr("sys.stdout.isatty", lambda is_terminal=is_terminal: is_terminal, raising=False)
-        last = ran(capsys, ["chat", *saved, "--max-new-tokens", "3", *extra]).out.splitlines()[-1]
-        assert last.startswith("{") is (not is_terminal or bool(extra)), (is_terminal, extra)
+def test_a_chat_that_no_terminal_reads_prints_text_alone_and_json_where_it_is_asked_to(
+    saved, capsys, monkeypatch
+):
+    words = ["chat", *saved, "--max-new-tokens", "3"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    text = ran(capsys, words)
+    assert text.out.startswith("> Hello\n") and "{" not in text.out and "3 tokens in" not in text.out
+    assert "3 tokens in" in text.err
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    *before, last = ran(capsys, [*words, "--json", "-"]).out.splitlines()
+    assert before == text.out.splitlines() and json.loads(last)["num_answers"] == 1
+
+
+def test_statistics_of_an_answer_begin_a_line_where_both_streams_go_to_one_place(saved):
+    answers = f"medusa generate {' '.join(map(str, saved))} --step general --max-new-tokens 3 Hello"
+    lines = shell(f"{answers} 2>&1").stdout.splitlines()
+    assert [line for line in lines if line.startswith("3 tokens in ")], lines
 
 
 # ------------------------------------------------------------------ what commands share
