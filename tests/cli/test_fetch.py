@@ -290,10 +290,23 @@ def test_parts_that_are_not_the_model_are_thrown_away(parts, capsys):
     assert main(["fetch", "tiny"]) == 0 and len(parts.calls) == 6
 
 
+def test_the_list_of_what_can_be_fetched_is_cut_nowhere(monkeypatch, capsys):
+    letters = []
+    for width in (200, 80, 60, 30):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main(["fetch"]) == 0
+        listed = capsys.readouterr().out
+        assert all(len(line.rstrip()) <= max(width, 60) for line in listed.splitlines())
+        assert all(name in listed for name in (EMBEDDED_BASE, *FETCHABLE_FILES)), "to be copied"
+        letters.append(sorted("".join(listed.split()).replace("─", "")))
+    assert all(line == letters[0] for line in letters)
+
+
 def test_without_a_name_what_can_be_fetched_is_listed(parts, capsys):
     assert main(["fetch"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in ("tiny", EMBEDDED_BASE, "qwen2.5-coder-1.5b"))
+    assert "Apache-2.0" in listed and "Qwen2.5-Coder-1.5B-Instruct" in listed
     with pytest.raises(SystemExit):
         main(["fetch", "nothing"])
     assert "name must be one of smollm2-135m-instruct, qwen2.5-coder-0.5b" in " ".join(
