@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -70,6 +71,10 @@ def fetch(options: FetchOptions) -> list[str]:
     output = options.output or usual
     copies = [output / f"{kind}.gguf" for kind in FILE_TYPES] if options.gguf else []
     _check_free(output)
+    if all(path.exists() for path in (output / "config.json", *copies)):
+        log.print(f"{EMBEDDED_BASE} is already there: {output}", soft_wrap=True)
+        return _chat_with(output)
+    _check_can_be_written(output.parent)
     lock = output.parent / f".{output.name}.lock"
     with locked(output, math.inf, lambda text: log.print(text, soft_wrap=True), lock):
         _check_free(output)  # another process may have ended meanwhile
@@ -120,9 +125,13 @@ def _fetch_file(name: str, file: FetchableFile, options: FetchOptions, log: Cons
     output = options.output or file.home(name)
     target = output / file.file
     base = name if options.output is None else output / file.file
+    if _is_whole(target, file):
+        log.print(f"{name} is already there: {target}", soft_wrap=True)
+        return [command("chat", "--base", base)]
     lock = output.parent / f".{output.name}.lock"
+    _check_can_be_written(output.parent)
     with locked(output, math.inf, lambda text: log.print(text, soft_wrap=True), lock):
-        if target.is_file() and target.stat().st_size == file.num_bytes:
+        if _is_whole(target, file):  # another process has written it meanwhile
             log.print(f"{name} is already there: {target}", soft_wrap=True)
             return [command("chat", "--base", base)]
         check_writable_target(output)
@@ -147,6 +156,10 @@ def _fetch_file(name: str, file: FetchableFile, options: FetchOptions, log: Cons
                 )
         log.print(f"wrote {target}", soft_wrap=True)
     return [command("chat", "--base", base)]
+
+
+def _is_whole(target: Path, file: FetchableFile) -> bool:
+    return target.is_file() and target.stat().st_size == file.num_bytes
 
 
 def _downloaded_parts(file: FetchableFile, scratch: Path) -> list[Path]:
@@ -181,6 +194,19 @@ def _join(parts: Sequence[Path], target: Path) -> str:
 
 
 # ------------------------------------------------------------------ the embedded base
+
+
+def _check_can_be_written(directory: Path) -> None:
+    """Raise OSError where ``directory`` cannot be made, or no file in it: nothing has been downloaded yet."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"the model cannot be written to {directory} ({error.strerror or error}); set MEDUSA_CACHE to a "
+            "directory that can be written, or name one: --output DIRECTORY"
+        ) from error
 
 
 def _check_free(output: Path) -> None:

@@ -65,6 +65,7 @@ from medusa.engine.libraries import (
     found_compiler,
     in_a_line,
     kept_library,
+    why_not_kept,
 )
 
 CPP = Path(__file__).with_name("cpp")
@@ -90,7 +91,9 @@ def kernels_unsupported_reason() -> str | None:
         return f"kernels that compile, and {compiler} failed: {in_a_line(error)}"
     except (OSError, ValueError) as error:  # no place to keep it, or none to run it from
         log_console().print(
-            f"the kernels are compiled for this process only: {in_a_line(error)}", style="dim", soft_wrap=True
+            f"the kernels are compiled for this process only: {why_not_kept(error)}",
+            style="dim",
+            soft_wrap=True,
         )
         try:
             _load(_compiled_for_this_process(compiler))
@@ -501,7 +504,7 @@ def _kept_ratios() -> dict[str, float]:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(path, ratios)
     except (OSError, ValueError) as error:  # no place to keep it, or what was kept is damaged
-        text = f"twelve bits are timed for this process only: {in_a_line(error)}"
+        text = f"twelve bits are timed for this process only: {why_not_kept(error)}"
         log_console().print(text, style="dim", soft_wrap=True)
         ratios = _time_ratios()
     return ratios

@@ -735,7 +735,9 @@ def test_where_the_cache_cannot_be_used_kernels_are_made_for_this_process(unbuil
     else:
         monkeypatch.setattr(*NO_PLACE[what])
     assert kernels_unsupported_reason() is None and loaded[0].parent.name.startswith("medusa-kernels-")
-    assert capsys.readouterr().err.count("for this process only: ") == 1
+    said = capsys.readouterr().err
+    assert said.count("for this process only: ") == 1
+    assert "; MEDUSA_CACHE names another directory than /" in said
 
 
 @needs_kernels
