@@ -135,6 +135,16 @@ def base_named(name: str) -> str:
     return str(embedded_base()) if name == EMBEDDED_BASE else name
 
 
+def known_names() -> list[str]:
+    """The bases that ``medusa fetch`` knows, and the heads that ship, by name."""
+    return sorted({EMBEDDED_BASE, *FETCHABLE_FILES, *shipped_heads()})
+
+
+def nearest_name(name: str) -> str | None:
+    """The one of :func:`known_names` that ``name`` may be a misspelling of; None where none is near."""
+    return next(iter(difflib.get_close_matches(name.lower(), known_names(), n=1, cutoff=0.8)), None)
+
+
 def name_in_reports(base: str) -> str:
     """``base`` as a report names it, which others read too: what `medusa fetch` brings by its name, and what
     lies below the working directory from there."""

@@ -22,6 +22,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from medusa.assets import nearest_name
+
 HUB_ARGUMENTS = ("token", "cache_dir", "local_files_only")
 """Further arguments of :func:`hub_directory`, as in ``from_pretrained`` of ``transformers``."""
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
@@ -66,7 +68,7 @@ def hub_directory(
     if path.is_dir():
         return path
     if not looks_like_repository(name) or "/" not in name:
-        raise FileNotFoundError(f"no {kind} at {name!r}; {advice}")
+        raise FileNotFoundError(f"no {kind} at {name!r}; {_with_nearest_name(name, advice)}")
     repository, revision = split_revision(name)
     with explained_hub_errors(kind, name, advice):
         return Path(
@@ -85,8 +87,10 @@ def hub_directory(
 def explained_hub_errors(kind: str, name: str, advice: str) -> Iterator[None]:
     """Turn whatever the hub and the network raise in the block into a FileNotFoundError that says what to do.
 
-    ``kind`` says what is sought in the repository ``name``; ``advice`` is for names that are none.
+    ``kind`` says what is sought in the repository ``name``; ``advice`` is for names that are none. A name
+    without an owner may be a misspelling of one that needs no hub: then the message asks for that.
     """
+    advice = _with_nearest_name(name, advice)
     try:
         yield
     except HFValidationError as error:
@@ -110,6 +114,18 @@ def explained_hub_errors(kind: str, name: str, advice: str) -> Iterator[None]:
         raise FileNotFoundError(_without_hub(kind, name, error)) from error
 
 
+def _did_you_mean(name: str) -> str | None:
+    """The question for the name without an owner that may be meant; None where none is near."""
+    nearest = None if "/" in name else nearest_name(name.partition("@")[0])
+    return None if nearest is None else f"did you mean {nearest!r}?"
+
+
+def _with_nearest_name(name: str, advice: str) -> str:
+    """``advice`` on a name that is none, after the question for the name that may be meant."""
+    question = _did_you_mean(name)
+    return advice if question is None else f"{question} Else {advice}"
+
+
 def _without_hub(kind: str, name: str, error: Exception) -> str:
     """Why nothing came, and what to do."""
     is_missing_here = isinstance(error, LocalEntryNotFoundError)
@@ -128,7 +144,9 @@ def _without_hub(kind: str, name: str, error: Exception) -> str:
     else:
         first_line = str(cause).strip().partition("\n")[0] or type(cause).__name__
         why = f"the hub at {constants.ENDPOINT} cannot be reached ({first_line}); check the network"
+    question = _did_you_mean(name)
+    begin = ": it is" if question is None else f"; {question} It is"
     return (
-        f"no {kind} at {name!r}: it is no directory here, the hub's cache has none, and {why}, or run "
+        f"no {kind} at {name!r}{begin} no directory here, the hub's cache has none, and {why}, or run "
         f"`{fetch}` where there is a network and give the directory that it prints"
     )

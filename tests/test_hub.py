@@ -108,6 +108,24 @@ def test_a_repository_that_is_not_there_is_named(filled, load):
         load("ada/nothing")
 
 
+@pytest.mark.parametrize("name", ["Qwen2.5-coder-1.5b", "qwen2.5-coder-15b", "smolm2-135m-instruct"])
+@pytest.mark.parametrize("load", [load_heads, load_base])
+def test_a_name_that_is_nearly_a_known_one_is_answered_with_that(filled, monkeypatch, load, name):
+    known = "smollm2-135m-instruct" if name[0] == "s" else "qwen2.5-coder-1.5b"
+    for away in (None, "gone"):
+        if away:
+            take_away(filled, monkeypatch, away)
+        with pytest.raises(FileNotFoundError, match=f"at '{name}'; did you mean '{known}'. (It is no|Else)"):
+            load(name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "ada/qwen2.5-coder-15b"])
+def test_a_name_that_is_far_from_known_ones_or_has_an_owner_is_not(filled, name):
+    with pytest.raises(FileNotFoundError) as refused:
+        load_base(name)
+    assert "did you mean" not in str(refused.value)
+
+
 @pytest.mark.parametrize("away", ["offline", "gone", "failing"])
 @pytest.mark.parametrize("load, name", [(load_heads, "ada/heads@v1"), (load_base, "ada/base@v1")])
 def test_what_is_cached_is_used_without_the_hub(filled, monkeypatch, load, name, away):

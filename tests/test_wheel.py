@@ -154,7 +154,7 @@ def test_configurations_are_found_by_name(place, run):
 
 def test_it_chats_and_generates_with_the_base_that_was_fetched(run, fetched):
     chatted = run("medusa", "chat", "--max-new-tokens", "8", stdin="Hello\n")
-    assert "> Hello" in chatted.stdout and json.loads(chatted.stdout.splitlines()[-1])["num_answers"] == 1
+    assert "> Hello" in chatted.stdout and "8 tokens in" in chatted.stderr
     question = ("--max-new-tokens", "8", "Name three rivers.")
     answer = run("medusa", "generate", *question).stdout
     assert answer.strip()

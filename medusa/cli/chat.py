@@ -218,7 +218,9 @@ def chat(options: ChatOptions) -> list[str]:
         else read_prompts(options.prompts.prompts, options.prompts.limit)
     )
     session = ChatSession(*load_for_replies(options, options.prompts, for_chat=True), options)
-    terminal = ChatTerminal(session, output_console(), options.color_depth)
+    console = output_console()
+    messages = console if console.is_terminal else log_console()
+    terminal = ChatTerminal(session, console, options.color_depth, messages)
     if prompts is not None:
         terminal.answer_prompts(prompts)
     elif sys.stdin.isatty():
@@ -226,7 +228,8 @@ def chat(options: ChatOptions) -> list[str]:
         terminal.converse(typed_questions(terminal.console))
     else:
         terminal.converse(piped_lines(terminal.console))
-    end_with_json(_session_report(session), options.report.json)
+    if options.report.json is not None:
+        end_with_json(_session_report(session), options.report.json)
     return [command("serve", *to_argv(options.model))]
 
 
@@ -246,11 +249,19 @@ def _session_report(session: ChatSession) -> dict[str, Any]:
 
 
 class ChatTerminal:
-    """A session and the screen it is shown on."""
+    """A session and the screen it is shown on: ``console`` has questions and answers, and ``messages``,
+    by default the same, what is not the model's."""
 
-    def __init__(self, session: ChatSession, console: Console, color_depth: bool = False):
+    def __init__(
+        self,
+        session: ChatSession,
+        console: Console,
+        color_depth: bool = False,
+        messages: Console | None = None,
+    ):
         self.session = session
         self.console = console
+        self.messages = messages or console
         self.color_depth = color_depth
         if color_depth:
             self._explain_colors()
@@ -335,7 +346,7 @@ class ChatTerminal:
         rates = zip(report["acceptance_rate"], report["conditional_acceptance_rate"], strict=True)
         for depth, (rate, conditional) in enumerate(rates, start=1):
             table.add_row(str(depth), f"{rate:.0%}", f"{conditional:.0%}", style="dim")
-        self.console.print(table)
+        self.messages.print(table)
         heads = self.session.model.heads
         if heads is not None and heads.num_heads < len(report["acceptance_rate"]):
             self.say(f"Heads guess depths 1 to {heads.num_heads}; other drafters guess the deeper ones.")
@@ -352,7 +363,8 @@ class ChatTerminal:
 
     def say(self, text: str) -> None:
         """Print a message that is not the model's."""
-        self.console.print(text, style="dim", markup=False, soft_wrap=not self.console.is_terminal)
+        messages = self.messages
+        messages.print(text, style="dim", markup=False, soft_wrap=not messages.is_terminal)
 
 
 def _cost_line(
@@ -364,7 +376,9 @@ def _cost_line(
         f"{statistics.num_tokens / seconds:.1f} tokens/s",
         f"{statistics.tokens_per_step:.2f} tokens per step",
         f"plainly about {1 / plain_seconds:.1f} tokens/s" if plain_seconds else "",
-        f"{statistics.num_paused} of {statistics.num_steps} drafted nothing" if statistics.num_paused else "",
+        f"drafting paused in {statistics.num_paused} of {statistics.num_steps} steps, where it does not pay"
+        if statistics.num_paused
+        else "",
         note,
     ]
     return " · ".join(part for part in parts if part)
@@ -407,5 +421,7 @@ def generate(options: GenerateOptions) -> list[str]:
     sys.stdout.write("".join(piece.text for piece in answer.finish()) + "\n")
     seconds = statistics.prefill_seconds + statistics.decode_seconds
     line = _cost_line(statistics, seconds, plain_seconds=model.plain_step_seconds)
-    log_console().print(line, style="dim")
+    sys.stdout.flush()  # the answer ends its line before the statistics begin theirs
+    log = log_console()
+    log.print(line, style="dim", soft_wrap=not log.is_terminal)
     return [command("chat", *to_argv(options.model))] if model.tokenizer.chat_template else []

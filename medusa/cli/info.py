@@ -1,4 +1,4 @@
-"""``medusa info``: describes a heads directory or a base model."""
+"""``medusa info``: describes a heads directory or a base model, or both where a name stands for both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
-from medusa.assets import shipped_heads
+from medusa.assets import known_heads, shipped_heads
 from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.gguf_file import GGUFFile, is_gguf, type_name
 from medusa.base.loading import (
@@ -41,48 +41,73 @@ LONGEST_CELL = 600
 
 
 def info(options: InfoOptions) -> list[str]:
-    """Print a description of the heads, or of the base."""
+    """Print a description of the base, or of the heads; of both where the name stands for both."""
     name = options.heads
-    source = _base_source(options.heads)
-    config = None if source is None else source.config
-    described = describe_heads(load_heads(name)) if config is None else describe_base(config)
-    if source is not None and source.gguf is not None:
+    if name in shipped_heads() and not Path(name).is_dir():
+        return _info_of_both(name, options.json)
+    source = _base_source(name)
+    if source is None:
+        described = describe_heads(load_heads(name))
+        _print_all({f"Heads in {name}": described}, described if options.json else None)
+        can_be_tuned = not described["tuned_trees"] and Path(name).is_dir()
+        return [command("tune" if can_be_tuned else "chat", "--heads", name)]
+    described, tokenizer = _described_source(name, source)
+    _print_all({f"Base {name}": described}, described if options.json else None)
+    can_answer = tokenizer is not None and not described["decodes"].startswith("no")
+    return [answer_command(tokenizer, "--base", name)] if can_answer else []
+
+
+def _info_of_both(name: str, as_json: bool) -> list[str]:
+    """The same for heads that ship, whose name is their base's too. In JSON the base is an entry of the
+    heads: null where it has not been fetched."""
+    heads = describe_heads(load_heads(name))
+    try:
+        base = _described_source(name, find_base(name))[0]
+    except FileNotFoundError:
+        base = None
+    absent = {"here": f"no: `medusa fetch {name}` fetches it"}
+    titles = {f"Base {name}": base or absent, f"Heads that ship for {name}": heads}
+    _print_all(titles, {**heads, "base": base} if as_json else None)
+    return [command("fetch", name) if base is None else command("chat", "--base", name)]
+
+
+def _described_source(name: str, source: BaseSource) -> tuple[dict[str, Any], Any]:
+    """The description of a base, and its tokenizer; None where it has none."""
+    described = describe_base(source.config)
+    if source.gguf is not None:
         described["weights"] = describe_weights(source.gguf)
-    elif source is not None and is_held_quantised(source):
+    elif is_held_quantised(source):
         described |= describe_directory(source)
-    tokenizer = None
-    if config is not None:
-        try:
-            tokenizer = load_tokenizer(name)
-        except (OSError, ValueError) as error:
-            described["chat_template"] = f"no tokenizer: {str(error).splitlines()[0]}"
-        else:
-            described["chat_template"] = (
-                "none: it continues text" if tokenizer.chat_template is None else "yes"
-            )
-    if options.json:
-        sys.stdout.write(json.dumps(described) + "\n")
-    else:
-        title = f"Heads in {name}" if config is None else f"Base {name}"
+    heads = known_heads(name)
+    described["heads that ship"] = "none" if heads is None else f"{heads}, which are used for this base"
+    try:
+        tokenizer = load_tokenizer(name)
+    except (OSError, ValueError) as error:
+        described["chat_template"] = f"no tokenizer: {str(error).splitlines()[0]}"
+        return described, None
+    described["chat_template"] = "none: it continues text" if tokenizer.chat_template is None else "yes"
+    return described, tokenizer
+
+
+def _print_all(described_by_title: dict[str, dict[str, Any]], as_json: dict[str, Any] | None) -> None:
+    """Print a table for each title, or ``as_json`` in a line where there is that."""
+    if as_json is not None:
+        sys.stdout.write(json.dumps(as_json) + "\n")
+        return
+    for title, described in described_by_title.items():
         table = Table(title=title, show_header=False, title_justify="left")
-        provenance = described.get("provenance", {})
         for key, value in described.items():
             if key != "provenance":
                 table.add_row(key, _in_words(key, value))
-        for key, value in provenance.items():
+        for key, value in described.get("provenance", {}).items():
             text = _made_in_words(value)
             table.add_row(f"made: {key}", text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + " ...")
         output_console().print(table)
-    if config is not None:
-        can_answer = tokenizer is not None and not described["decodes"].startswith("no")
-        return [answer_command(tokenizer, "--base", name)] if can_answer else []
-    can_be_tuned = not described["tuned_trees"] and Path(name).is_dir()
-    return [command("tune" if can_be_tuned else "chat", "--heads", name)]
 
 
 def _base_source(name: str) -> BaseSource | None:
     """The base called ``name``; None where heads are called so, or nothing is."""
-    if name in shipped_heads() or Path(name, PROVENANCE_FILE).exists():
+    if Path(name, PROVENANCE_FILE).exists():
         return None
     try:
         return find_base(name)

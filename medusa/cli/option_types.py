@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from medusa.assets import EMBEDDED_BASE, FETCHABLE_FILES
+from medusa.assets import EMBEDDED_BASE, FETCHABLE_FILES, nearest_name
 from medusa.cli.options import (
     AnswerOptions,
     ModelOptions,
@@ -52,6 +52,14 @@ class ReplyOptions:
             raise ValueError(f"plain guesses nothing, and drafter {self.drafter} does; give one of them")
 
 
+@dataclass(frozen=True)
+class SessionReportOptions:
+    """The file that a chat writes."""
+
+    json: Path | None = None
+    """Write the statistics of the session, one JSON object, to this file; - is standard output."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AnsweringOptions:
     """The options of both subcommands that answer."""
@@ -75,7 +83,8 @@ class AnsweringOptions:
 class ChatOptions(AnsweringOptions):
     """Chat with a base model and its heads: the same text as from the base without heads, faster.
 
-    Questions come from the keyboard, from a pipe (one a line) or from a prompts file.
+    Questions come from the keyboard, from a pipe (one a line) or from a prompts file. Where standard output
+    is no terminal it gets questions and answers alone; statistics go to standard error.
 
         medusa chat
         medusa chat --drafter heads --color-depth
@@ -87,7 +96,7 @@ class ChatOptions(AnsweringOptions):
     color_depth: bool = False
     """Colour each token by the depth of its draft; the base model's own tokens stay plain."""
     prompts: PromptOptions = PromptOptions()
-    report: ReportOptions = ReportOptions()
+    report: SessionReportOptions = SessionReportOptions()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +176,11 @@ class FetchOptions:
     def __post_init__(self) -> None:
         names = (EMBEDDED_BASE, *FETCHABLE_FILES)
         if self.name is not None and self.name not in names:
+            nearest = nearest_name(self.name)
+            question = f"did you mean {nearest}? Else " if nearest in names else ""
             raise ValueError(
-                f"name must be one of {', '.join(names)}, got {self.name!r}; models of the hub are fetched "
-                "when they are first used: --base OWNER/NAME, or OWNER/NAME:Q4_K_M for a GGUF file"
+                f"name must be one of {', '.join(names)}, got {self.name!r}; {question}models of the hub are "
+                "fetched when they are first used: --base OWNER/NAME, or OWNER/NAME:Q4_K_M for a GGUF file"
             )
         if self.gguf and self.name in FETCHABLE_FILES:
             raise ValueError(f"gguf goes with {EMBEDDED_BASE}; {self.name} is a GGUF file as it is")
@@ -178,10 +189,11 @@ class FetchOptions:
 @dataclass(frozen=True, kw_only=True)
 class InfoOptions:
     """Describe a heads directory: the heads, their tree, and how they were made. Or the kind of a base model,
-    and its features; its weights are not read.
+    and its features; its weights are not read. A name that stands for both shows both.
 
     Examples:
 
+        medusa info qwen2.5-coder-1.5b
         medusa info runs/demo/heads
         medusa info --json owner/heads-on-the-hub
         medusa info models/smollm2-135m-instruct

@@ -8,9 +8,11 @@ nothing about any single option.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
+import io
 import os
 import re
 import shlex
@@ -77,6 +79,7 @@ def parse(
             key, a value that cannot be used, or a file that cannot be read (status 2).
     """
     flags = flag_types(options)
+    content: Any = {}
     try:
         file, words = _without_config(sys.argv[1:] if arguments is None else arguments)
         words = [_current_flag(word, flags) for word in words]
@@ -96,20 +99,45 @@ def parse(
         text = inspect.getdoc(options) if description is None else description
         sys.stdout.write(f"{(text or '').rstrip()}\n\n{_ABOUT_CONFIG}\n\n")
         sys.stdout.flush()
+    messages = io.StringIO()
     try:
-        return tyro.cli(
-            options,
-            prog=prog or Path(sys.argv[0]).name,
-            args=words,
-            default=_instance(options, values),
-            description="",
-            config=(tyro.conf.OmitArgPrefixes, tyro.conf.PositionalMetavarFromFieldName),
-            registry=_REGISTRY,
-        )
+        with contextlib.redirect_stderr(messages):
+            return tyro.cli(
+                options,
+                prog=prog or Path(sys.argv[0]).name,
+                args=words,
+                default=_instance(options, values),
+                description="",
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.PositionalMetavarFromFieldName),
+                registry=_REGISTRY,
+            )
     except SystemExit as ended:
+        refusal = _broken_rule(ended)
+        sys.stderr.write(messages.getvalue() if refusal is None else f"error: {refusal}\n")
         if ended.code and file is not None:
-            sys.stderr.write(f"(the keys of {file} take the place of defaults)\n")
+            sys.stderr.write(f"({_about_file(file, content, words, str(refusal or ''))})\n")
         raise
+
+
+def _broken_rule(ended: SystemExit) -> ValueError | None:
+    """The error of the options' own checks that ended the parser; None where it refused a word itself."""
+    cause = ended.__context__
+    if cause is not None and isinstance(getattr(cause, "arg", None), str):  # the name of a group
+        cause = cause.__context__
+    return cause if isinstance(cause, ValueError) else None
+
+
+def _about_file(file: Path, content: Mapping[str, Any], words: Sequence[str], refusal: str) -> str:
+    """The part that ``file`` has in a refusal: the keys of it that the refusal is about."""
+    flags = {word.partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+    keys = [
+        str(key)
+        for key in content
+        if f"__{RENAMED.get(key, key)}" not in flags and re.search(rf"\b{re.escape(str(key))}\b", refusal)
+    ]
+    if not keys:
+        return f"the keys of {file} take the place of defaults"
+    return f"{' and '.join(keys)} in {file}: change that there, or give --{keys[0].replace('_', '-')}"
 
 
 def flag_types(options: type) -> dict[str, Any]:
@@ -146,6 +174,8 @@ def to_argv(options: Any, defaults: Any = None) -> list[str]:
     return [*positional, *flags]
 
 
+NUMBERS: Mapping[Any, str] = {int: "a whole number", float: "a number"}
+"""What a value of this type must be, in words."""
 RENAMED = {"contenders": "systems", "race": "allow_plain", "remember": "suffix_cache_mib"}
 """Flags and keys of earlier versions that still work, and their current names."""
 
@@ -199,7 +229,7 @@ def _values(values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> 
     for key, value in values.items():
         key = RENAMED[key] if RENAMED.get(key) in flags else key
         if key not in flags:
-            nearest = difflib.get_close_matches(str(key), flags, n=1, cutoff=0.5)
+            nearest = difflib.get_close_matches(str(key), flags, n=1, cutoff=0.6)
             advice = f"did you mean {nearest[0]!r}?" if nearest else "--help lists every key"
             raise ValueError(f"unknown key {key!r} in {where}; {advice}")
         if flags[key] is bool:
@@ -224,7 +254,9 @@ def _values(values: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> 
         try:
             parsed[key] = spec.instance_from_str(words)
         except ValueError as error:
-            raise ValueError(f"{key} in {where} cannot be {value!r}: {error}") from error
+            rule = NUMBERS.get(_optional(flags[key]) or flags[key])
+            reason = f"cannot be {value!r}: {error}" if rule is None else f"must be {rule}, got {value!r}"
+            raise ValueError(f"{key} in {where} {reason}; change it there") from error
     return parsed
 
 

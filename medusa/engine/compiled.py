@@ -86,8 +86,8 @@ class CompiledPass:
         if refusal.exists():
             raise ValueError(refusal.read_text())
         new = [part for part in parts.compiled.values() if not part.path.exists()]
-        for number, part in enumerate(new, start=1):
-            part.compile(f" ({number} of {len(new)})")
+        for part in new:
+            part.compile()
         are_code = parts.ends_are_code
         self._before = Program(parts.before.module, None if are_code else parts.before)
         self._after = Program(parts.after.module, None if are_code else parts.after)

@@ -74,7 +74,7 @@ def resolved_engine(base: CausalLM, engine: Engine) -> Engine:
 
 @functools.cache
 def _say_once(lacks: str) -> None:
-    text = f"engine='auto' runs eager, several times slower: packed needs {lacks}"
+    text = f"engine='auto' runs eager, so decoding is slower: packed needs {lacks}"
     log_console().print(text, style="dim", soft_wrap=True)
 
 

@@ -65,6 +65,7 @@ from medusa.engine.libraries import (
     found_compiler,
     in_a_line,
     kept_library,
+    why_not_kept,
 )
 
 CPP = Path(__file__).with_name("cpp")
@@ -74,20 +75,25 @@ FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off
 reproducible."""
 
 
+INSTALL_COMPILER = "`apt install g++`, `dnf install gcc-c++` or `xcode-select --install` installs one"
+
+
 @functools.cache
 def kernels_unsupported_reason() -> str | None:
     """The missing requirement of the kernels on this machine, in words; None if there is none, and they are
     loaded."""
     compiler = found_compiler()
     if compiler is None:
-        return "a C++ compiler (g++ or clang++), and none is installed"
+        return f"a C++ compiler (g++ or clang++), and none is installed ({INSTALL_COMPILER})"
     try:
         _load(_compiled(compiler))
     except subprocess.CalledProcessError as error:
         return f"kernels that compile, and {compiler} failed: {in_a_line(error)}"
     except (OSError, ValueError) as error:  # no place to keep it, or none to run it from
         log_console().print(
-            f"the kernels are compiled for this process only: {in_a_line(error)}", style="dim", soft_wrap=True
+            f"the kernels are compiled for this process only: {why_not_kept(error)}",
+            style="dim",
+            soft_wrap=True,
         )
         try:
             _load(_compiled_for_this_process(compiler))
@@ -139,7 +145,10 @@ def has_tiles(wanted: bool | None = None) -> bool:
 def _compiled(compiler: str) -> Path:
     """The library in the user's cache, compiled first if it does not exist."""
     path = kept_kernels(compiler)
-    text = f"compiling kernels for this processor: some seconds, once; kept in {path.parent}"
+    text = (
+        "compiling kernels for this processor, once: some fifteen seconds on an idle machine, longer beside "
+        f"other work; kept in {path.parent}"
+    )
     compile_library(path, text, lambda directory: _built(compiler, directory / "kernels.so"))
     check_library(path)
     return path
@@ -495,7 +504,7 @@ def _kept_ratios() -> dict[str, float]:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(path, ratios)
     except (OSError, ValueError) as error:  # no place to keep it, or what was kept is damaged
-        text = f"twelve bits are timed for this process only: {in_a_line(error)}"
+        text = f"twelve bits are timed for this process only: {why_not_kept(error)}"
         log_console().print(text, style="dim", soft_wrap=True)
         ratios = _time_ratios()
     return ratios

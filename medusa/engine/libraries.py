@@ -57,6 +57,12 @@ def in_a_line(error: Exception) -> str:
     return next((line for line in lines if "error:" in line), first)[:300]
 
 
+def why_not_kept(error: Exception) -> str:
+    """The line of an error that keeps nothing in the cache; with the next step where the disk raised it."""
+    where = f"; MEDUSA_CACHE names another directory than {cache_home()}"
+    return in_a_line(error) + (where if isinstance(error, OSError) else "")
+
+
 def found_compiler() -> str | None:
     """The C++ compiler: what ``CXX`` names, else the first that is installed."""
     return next(filter(shutil.which, filter(None, (os.environ.get("CXX"), *COMPILERS))), None)

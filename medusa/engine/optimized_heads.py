@@ -174,8 +174,8 @@ def compile_heads(heads: Any, lm_head: nn.Module) -> None:
     """Have programs compute ``heads``, where :func:`parts_of_heads` has some."""
     parts = parts_of_heads(heads, lm_head)
     if parts and heads.programs is None:
-        for number, part in enumerate(parts, start=1):
-            part.compile(f" ({number} of {len(parts)})")
+        for part in parts:
+            part.compile()
         modules = [_OneHead(heads, index, lm_head) for index in range(heads.num_heads)]
         heads.programs = [Program(module, parts[0]) for module in modules]
         heads.fusing = Program(_Fused(heads), parts[1]) if parts[1:] else None

@@ -84,11 +84,11 @@ class Part:
         )
         return kept_library(self.name, digest)
 
-    def compile(self, count: str = "") -> None:
-        """Compile the library to disk; ``count`` is shown to the user."""
+    def compile(self) -> None:
+        """Compile the library to disk."""
         text = (
-            f"compiling {self.name} for this processor{count}: ten to twenty seconds, once; kept in "
-            f"{self.path.parent}"
+            f"compiling {self.name} for this processor, once: some ten seconds on an idle machine, longer "
+            f"beside other work; kept in {self.path.parent}"
         )
         compile_library(self.path, text, lambda directory: compiled_program(self._exported(), directory))
 

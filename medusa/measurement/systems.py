@@ -30,6 +30,7 @@ from medusa.drafters.registry import (
     part_names,
     uses_model_heads,
 )
+from medusa.engine.kernels import INSTALL_COMPILER
 from medusa.engine.optimized_heads import optimized_heads
 from medusa.engine.views import packed_as
 from medusa.heads.autoregressive_head import Heads
@@ -49,6 +50,8 @@ LLAMA_CPP = "llama.cpp"
 """Every GGUF file of the base; with a dash and the end of a file's name, only that file."""
 PLAIN, HEADS, DEFAULT = "plain", "heads", "default"
 """The heads in their tuned tree; "default" is ``generate`` with neither a tree nor a drafter named."""
+SUFFIX = "suffix"
+"""Drafts that are copied from the text, which every base can verify."""
 ALL_DRAFTERS = "drafters"
 """Every drafter that works here, and the unions that are worth a try."""
 EXACT, TYPICAL = "exact", "typical"
@@ -128,12 +131,13 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def default_names(model: MedusaModel) -> list[str]:
-    """The default systems: foreign ones, plain decoding, the heads, our default.
+    """The default systems: foreign ones, plain decoding, the heads, our default; without heads the drafter
+    that needs none.
 
     On a processor the compiled one takes a minute or more to compile a small model, so it must be named.
     """
     theirs = [name for name in THEIRS if name != STATIC or model.device.type != "cpu"]
-    return [*theirs, LLAMA_CPP, PLAIN, *([HEADS, DEFAULT] if model.heads is not None else [])]
+    return [*theirs, LLAMA_CPP, PLAIN, *([HEADS, DEFAULT] if model.heads is not None else [SUFFIX])]
 
 
 def needs_heads(names: Iterable[str] | None) -> bool:
@@ -245,7 +249,10 @@ def _theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> System 
         if base.device.type == "cpu":  # elsewhere `generate` compiles by itself
             if not any(map(shutil.which, CPU_COMPILERS)):
                 known = ", ".join(CPU_COMPILERS)
-                return f"torch.compile needs a C++ compiler on a CPU ({known}), none is installed"
+                return (
+                    f"torch.compile needs a C++ compiler on a CPU ({known}), none is installed "
+                    f"({INSTALL_COMPILER})"
+                )
             if not hasattr(CompileConfig, "_compile_all_devices"):
                 return "this transformers compiles on graphics cards only"
             options["compile_config"] = CompileConfig()

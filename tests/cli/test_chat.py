@@ -98,12 +98,13 @@ def test_each_answer_is_followed_by_what_it_cost():
     # 6 tokens with the end token: one of the prefill, then 3 steps of which 2 accept a guess.
     assert "Hello\n6 tokens in " in printed()
     assert "1.67 tokens per step" in printed()
-    assert "drafted nothing" not in printed()
+    assert "paused" not in printed()
 
 
 def test_the_cost_of_an_answer_says_in_how_many_steps_drafting_paused():
     statistics = DecodingStatistics(num_rows=1, num_steps=8, num_paused=5)
-    assert "1.00 tokens per step · 5 of 8 drafted nothing" in _cost_line(statistics, 1.0)
+    line = _cost_line(statistics, 1.0)
+    assert "1.00 tokens per step · drafting paused in 5 of 8 steps, where it does not pay" in line
 
 
 def test_the_cost_of_an_answer_says_what_plain_decoding_gives_once_that_is_known():

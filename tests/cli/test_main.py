@@ -132,7 +132,7 @@ def test_chat_answers_piped_questions_and_logs_version_and_path_first(saved, cap
     printed = ran(capsys, ["chat", *saved, "--max-new-tokens", "9", "--json", str(report)])
     assert printed.err.startswith(f"medusa {medusa.__version__} from ")
     assert "> Hello\n" in printed.out
-    assert "9 tokens in" in printed.out
+    assert "9 tokens in" in printed.err and "accepted once reached" in printed.err
     assert "never asked" not in printed.out
     assert json.loads(report.read_text())["num_answers"] == 1
 
@@ -203,6 +203,39 @@ def test_info_says_what_a_heads_directory_holds(saved, capsys):
         table.replace("│", " ").split()
     )
     assert json.loads(ran(capsys, ["info", "--json", saved[3]]).out)["num_heads"] == 3
+
+
+@pytest.fixture
+def embedded(tmp_path, monkeypatch):
+    """The embedded base's directory, with a small model's configuration."""
+    home = tmp_path / EMBEDDED_BASE
+    tiny_model("llama").config.save_pretrained(home)
+    chat_tokenizer().save_pretrained(home)
+    monkeypatch.setattr("medusa.assets.embedded_base_homes", lambda: [home])
+    return home
+
+
+def test_info_describes_base_and_heads_where_a_name_stands_for_both(embedded, capsys):
+    printed = " ".join(ran(capsys, ["info", EMBEDDED_BASE]).out.replace("│", " ").split())
+    base, _, heads = printed.partition(f"Heads that ship for {EMBEDDED_BASE}")
+    assert f"Base {EMBEDDED_BASE}" in base and "LlamaForCausalLM" in base and "num_heads" in heads
+    described = json.loads(ran(capsys, ["info", "--json", EMBEDDED_BASE]).out)
+    assert described["kind"] == "medusa" and described["base"]["decodes"] == "yes"
+
+
+def test_info_says_how_to_fetch_the_base_of_heads_that_ship(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("medusa.assets.checkout", lambda: None)
+    monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
+    printed = ran(capsys, ["info", "qwen2.5-coder-1.5b"])
+    assert "no: `medusa fetch qwen2.5-coder-1.5b` fetches it" in printed.out and "num_heads" in printed.out
+    assert printed.err.rstrip().endswith("fetch qwen2.5-coder-1.5b")
+    assert json.loads(ran(capsys, ["info", "--json", "qwen2.5-coder-1.5b"]).out)["base"] is None
+
+
+def test_info_names_the_heads_that_ship_for_a_base(embedded, tmp_path, capsys):
+    assert "which are used for this base" in ran(capsys, ["info", "--json", str(embedded)]).out
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    assert json.loads(ran(capsys, ["info", "--json", str(tmp_path)]).out)["heads that ship"] == "none"
 
 
 def test_info_lists_the_places_that_trees_were_tuned_at(capsys, tmp_path):
@@ -386,12 +419,23 @@ def test_flags_can_come_from_a_file(saved, capsys, tmp_path):
     assert "5 tokens in" in ran(capsys, ["generate", "--config", str(config), "Hello"]).err
 
 
-def test_a_session_reports_in_json_where_no_terminal_reads_it(saved, capsys, monkeypatch):
-    for is_terminal, extra in ((False, []), (True, []), (True, ["--json", "-"])):
-        monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
-        monkeypatch.setattr("sys.stdout.isatty", lambda is_terminal=is_terminal: is_terminal, raising=False)
-        last = ran(capsys, ["chat", *saved, "--max-new-tokens", "3", *extra]).out.splitlines()[-1]
-        assert last.startswith("{") is (not is_terminal or bool(extra)), (is_terminal, extra)
+def test_a_chat_that_no_terminal_reads_prints_text_alone_and_json_where_it_is_asked_to(
+    saved, capsys, monkeypatch
+):
+    words = ["chat", *saved, "--max-new-tokens", "3"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    text = ran(capsys, words)
+    assert text.out.startswith("> Hello\n") and "{" not in text.out and "3 tokens in" not in text.out
+    assert "3 tokens in" in text.err
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    *before, last = ran(capsys, [*words, "--json", "-"]).out.splitlines()
+    assert before == text.out.splitlines() and json.loads(last)["num_answers"] == 1
+
+
+def test_statistics_of_an_answer_begin_a_line_where_both_streams_go_to_one_place(saved):
+    answers = f"medusa generate {' '.join(map(str, saved))} --step general --max-new-tokens 3 Hello"
+    lines = shell(f"{answers} 2>&1").stdout.splitlines()
+    assert [line for line in lines if line.startswith("3 tokens in ")], lines
 
 
 # ------------------------------------------------------------------ what commands share

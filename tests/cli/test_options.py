@@ -127,8 +127,13 @@ def refusal(capsys, *arguments) -> str:
         ("- a\n- b\n", "{path} must hold keys and values, got list"),
         ("a: [\n", "{path} is not valid YAML"),
         ("[" * 3000, "{path} is not valid YAML"),
-        ("temperature: -1\n", "temperature must be at least 0, got -1.0"),
-        ("learning_rate: fast\n", "learning_rate in {path} cannot be 'fast': could not convert string"),
+        ("temperature: -1\n", "error: temperature must be at least 0, got -1.0\n(temperature in {path}: "),
+        ("learning_rate: fast\n", "learning_rate in {path} must be a number, got 'fast'; change it there"),
+        (
+            "max_new_tokens: many\n",
+            "max_new_tokens in {path} must be a whole number, got 'many'; change it there",
+        ),
+        ("sizes: many\n", "sizes in {path} cannot be 'many': invalid literal"),
         ("precision: fp8\n", "precision in {path} must be one of fp32, bf16, none, got 'fp8'"),
         ("learning_rate: [1, 2]\n", "learning_rate in {path} must have a plain value, got [1, 2]"),
     ],
@@ -138,6 +143,7 @@ def test_a_file_that_cannot_be_used_is_refused_with_status_2(config, capsys, tex
     said = refusal(capsys, "--config", path)
     assert complaint.format(path=path) in said
     assert path in said, "the user learns which file it was"
+    assert "Error parsing" not in said and "│" not in said
 
 
 @pytest.mark.parametrize(
@@ -163,6 +169,22 @@ def test_a_command_line_that_cannot_be_used_is_refused_with_status_2(capsys, arg
     said = refusal(capsys, *arguments)
     assert complaint in said
     assert len(said.splitlines()) < 12
+
+
+def test_a_value_of_the_file_is_named_with_what_to_do(config, capsys):
+    path = config("max_new_tokens: 0\n")
+    assert refusal(capsys, "--config", path) == (
+        "error: max_new_tokens must be at least 1, got 0\n"
+        f"(max_new_tokens in {path}: change that there, or give --max-new-tokens)\n"
+    )
+
+
+def test_a_value_of_the_command_line_is_not_blamed_on_the_file(config, capsys):
+    path = config("temperature: 1\n")
+    said = refusal(capsys, "--config", path, "--temperature", "-1")
+    assert said == (
+        f"error: temperature must be at least 0, got -1.0\n(the keys of {path} take the place of defaults)\n"
+    )
 
 
 test_groups_check_themselves_without_a_parser = refusals(

@@ -30,6 +30,7 @@ REFUSED = [
     ("evaluate --tree-nodes 7", "tree_nodes and calibrate_on go together"),
     ("evaluate --fidelity --temperature 0.5", "temperature must be 0"),
     ("fetch smollm3", "name must be one of smollm2-135m-instruct, qwen2.5-coder-0.5b"),
+    ("fetch qwen2.5-coder-15b", "got 'qwen2.5-coder-15b'; did you mean qwen2.5-coder-1.5b? Else models of"),
     ("serve --host ''", "host must be"),
     ("serve --host http://127.0.0.1", "host must be"),
     ("serve --allowed-host ''", "allowed_host must be"),

@@ -14,7 +14,7 @@ import torch
 from conftest import needs_kernels
 from torch import nn
 
-from medusa.engine import libraries
+from medusa.engine import libraries, programs
 from medusa.engine.kernels import lanes
 from medusa.engine.libraries import LibraryError, check_library, compile_library, digest_of
 from medusa.engine.programs import Part, Program, code_of, compiled_program
@@ -146,6 +146,18 @@ def test_blanks_and_quotes_in_paths_are_none_for_torchs_compiler(tmp_path, monke
     part.compile()
     assert part.path.parent == tmp_path / "it's a cache" / "compiled"
     torch.testing.assert_close(Program(part.module, part)([given])[0], module(given))
+
+
+def test_the_line_about_compiling_counts_nothing_and_says_what_its_time_depends_on(monkeypatch, tmp_path):
+    monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
+    lines = []
+    monkeypatch.setattr(programs, "compile_library", lambda path, text, make: lines.append(text))
+    rows = torch.zeros(2, 3)
+    Part("heads", nn.Linear(3, 2), [[rows], [rows[:1]]]).compile()
+    assert lines == [
+        "compiling heads for this processor, once: some ten seconds on an idle machine, longer beside other "
+        f"work; kept in {tmp_path / 'compiled'}"
+    ]
 
 
 class _Listed(nn.Module):
