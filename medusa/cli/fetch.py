@@ -99,7 +99,7 @@ def fetch(options: FetchOptions) -> list[str]:
 
 
 def _listing() -> Table:
-    """What can be fetched. On a narrow console texts go on below: nothing is cut."""
+    """The table of models that can be fetched. On a narrow console cells break into lines: nothing is cut."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for title in ("name", "size", "heads", "here", "model"):
         table.add_column(title, overflow="fold", no_wrap=title in ("name", "size"))

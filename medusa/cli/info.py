@@ -1,4 +1,4 @@
-"""``medusa info``: describes a heads directory or a base model, or both where a name stands for both."""
+"""``medusa info``: describes a heads directory or a base model, or both where they have one name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LONGEST_CELL = 600
 
 
 def info(options: InfoOptions) -> list[str]:
-    """Print a description of the base, or of the heads; of both where the name stands for both."""
+    """Print the description of a base or of heads; both descriptions where a base and heads have the name."""
     name = options.heads
     if name in shipped_heads() and not Path(name).is_dir():
         return _info_of_both(name, options.json)

@@ -175,7 +175,7 @@ def to_argv(options: Any, defaults: Any = None) -> list[str]:
 
 
 NUMBERS: Mapping[Any, str] = {int: "a whole number", float: "a number"}
-"""What a value of this type must be, in words."""
+"""Words for the types of numbers, in errors about a value."""
 RENAMED = {"contenders": "systems", "race": "allow_plain", "remember": "suffix_cache_mib"}
 """Flags and keys of earlier versions that still work, and their current names."""
 

@@ -70,8 +70,9 @@ def serve(options: ServeOptions) -> list[str]:
 
 
 def model_names(base: str | None, path: str) -> tuple[str, ...]:
-    """What clients may call the model, the official name first: ``base`` as it was typed, its last part, and
-    the name of the file or directory at ``path`` that it stands for, also without the ending of a file."""
+    """Names by which clients may call the model, the official one first: the last part of ``base``, ``base``
+    as it was typed, and the name of the file or directory at ``path`` that is loaded for it, also without
+    the ending ".gguf"."""
     of_path = PurePath(path or "model")
     names = [] if base is None else [PurePath(base).name, base]
     names.append(of_path.name)
