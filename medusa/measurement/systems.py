@@ -50,8 +50,6 @@ LLAMA_CPP = "llama.cpp"
 """Every GGUF file of the base; with a dash and the end of a file's name, only that file."""
 PLAIN, HEADS, DEFAULT = "plain", "heads", "default"
 """The heads in their tuned tree; "default" is ``generate`` with neither a tree nor a drafter named."""
-SUFFIX = "suffix"
-"""Drafts that are copied from the text, which every base can verify."""
 ALL_DRAFTERS = "drafters"
 """Every drafter that works here, and the unions that are worth a try."""
 EXACT, TYPICAL = "exact", "typical"
@@ -131,13 +129,12 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def default_names(model: MedusaModel) -> list[str]:
-    """The default systems: foreign ones, plain decoding, the heads, our default; without heads the drafter
-    that needs none.
+    """The default systems: foreign ones, plain decoding, the heads if there are any, our default.
 
     On a processor the compiled one takes a minute or more to compile a small model, so it must be named.
     """
     theirs = [name for name in THEIRS if name != STATIC or model.device.type != "cpu"]
-    return [*theirs, LLAMA_CPP, PLAIN, *([HEADS, DEFAULT] if model.heads is not None else [SUFFIX])]
+    return [*theirs, LLAMA_CPP, PLAIN, *([HEADS] if model.heads is not None else []), DEFAULT]
 
 
 def needs_heads(names: Iterable[str] | None) -> bool:

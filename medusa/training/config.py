@@ -84,6 +84,9 @@ class MedusaOptions:
     reads_path: bool = True
     """Head d also reads the d tokens before the one it guesses (Hydra), which makes far more guesses right.
     false: the heads of the Medusa paper, which other engines can serve."""
+    path_rank: int | None = None
+    """Read these tokens in so many dimensions, 256 of a few thousand: fewer parameters, and as many guesses
+    are right. None reads them in all."""
 
 
 @dataclass(frozen=True)
@@ -407,6 +410,7 @@ class TrainingConfiguration:
             self.medusa.unembedding,
             token_map_size=self.heads.token_map_size,
             reads_path=self.medusa.reads_path,
+            path_rank=self.medusa.path_rank,
             fused_layers=tuple(self.heads.fused_layers or ()),
         )
 

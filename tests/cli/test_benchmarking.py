@@ -97,10 +97,10 @@ def test_no_identity_is_claimed_in_low_precision_and_the_divergence_is_reported(
     assert "which this precision does not promise" in printed
 
 
-def test_a_base_without_heads_is_compared_with_drafts_from_its_text_by_default(setting, capsys):
+def test_a_base_without_heads_is_compared_with_the_default_by_default(setting, capsys):
     report, printed = measured(capsys, *setting[2], "--heads", "none", "--limit", 1)
-    assert {"plain", "suffix"} <= set(report["speedup_over_plain"]) and "suffix" in printed
-    assert report["identical"] is True
+    assert {"plain", "default"} <= set(report["speedup_over_plain"]) and "default" in printed
+    assert "suffix" not in report["speedup_over_plain"] and report["identical"] is True
 
 
 def test_without_heads_drafters_are_compared_and_measuring_stops_when_the_time_is_up(setting, capsys):

@@ -235,7 +235,7 @@ def test_info_says_how_to_fetch_the_base_of_heads_that_ship(capsys, monkeypatch,
 def test_info_names_the_heads_that_ship_for_a_base(embedded, tmp_path, capsys):
     assert "which are used for this base" in ran(capsys, ["info", "--json", str(embedded)]).out
     tiny_model("llama").config.save_pretrained(tmp_path)
-    assert json.loads(ran(capsys, ["info", "--json", str(tmp_path)]).out)["heads that ship"] == "none"
+    assert json.loads(ran(capsys, ["info", "--json", str(tmp_path)]).out)["shipped_heads"] == "none"
 
 
 def test_info_lists_the_places_that_trees_were_tuned_at(capsys, tmp_path):

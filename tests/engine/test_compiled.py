@@ -34,7 +34,7 @@ from medusa.engine.programs import Part, Program
 
 pytestmark = needs_kernels
 BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 0, 0)])
-HEADS = HeadsConfig(32, VOCAB_SIZE, num_heads=3, fused_layers=(1,), reads_path=True)
+HEADS = HeadsConfig(32, VOCAB_SIZE, num_heads=3, fused_layers=(1,), reads_path=True, path_rank=8)
 BATCH = left_padded(random_prompts(3, 14), [14, 2, 9])
 
 

@@ -9,7 +9,16 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import GROUPED, VOCAB_SIZE, left_padded, needs_kernels, needs_newest, random_prompts, tiny_model
+from conftest import (
+    GROUPED,
+    READING,
+    VOCAB_SIZE,
+    left_padded,
+    needs_kernels,
+    needs_newest,
+    random_prompts,
+    tiny_model,
+)
 from refusals import assert_refused
 from transformers import DogeConfig, DogeForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -282,10 +291,11 @@ def drawn_heads(**options):
 
 @needs_kernels
 @pytest.mark.parametrize("engine", ["packed", "int8"])
-@pytest.mark.parametrize("reads_path", [True, False])
+@pytest.mark.parametrize("reading", READING)
 @torch.no_grad()
-def test_heads_draft_with_the_products_of_the_engine_near_their_own(engine, reads_path):
-    heads, base = drawn_heads(reads_path=reads_path, num_layers=2), tiny_model("llama")
+def test_heads_draft_with_the_products_of_the_engine_near_their_own(engine, reading):
+    options = {**READING[reading], "num_layers": 2}
+    heads, base = drawn_heads(**options), tiny_model("llama")
     embedding = apply_engine(base, engine).get_output_embeddings()
     quick = optimized_heads(heads, embedding)
     hidden, path = torch.randn(4, 32), torch.randint(VOCAB_SIZE, (4, 3))
@@ -293,7 +303,7 @@ def test_heads_draft_with_the_products_of_the_engine_near_their_own(engine, read
     assert 0 < (near - exact).abs().max() < 0.1 * exact.abs().max()
     assert {id(p) for p in quick.parameters()} <= {id(p) for p in heads.parameters()}, "shared, none copied"
     assert optimized_heads(heads, base.get_output_embeddings()) is heads
-    assert heads.state_dict().keys() == drawn_heads(reads_path=reads_path, num_layers=2).state_dict().keys()
+    assert heads.state_dict().keys() == drawn_heads(**options).state_dict().keys()
 
 
 @needs_kernels

@@ -137,8 +137,8 @@ def mapped(*token_map):
 test_heads_that_cannot_be_are_refused = refusals(
     *(
         (f"{name} of {value!r}"[:30], partial(config_of, "shared", **{name: value}), f"{name} ... {rule}")
-        for name in ("hidden_size", "vocab_size", "num_heads", "num_layers")
-        for value in (0, "4", 2.0, True, None, 10**30)
+        for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "path_rank")
+        for value in (0, "4", 2.0, True, *([None] if name != "path_rank" else []), 10**30)
         for rule in [f"an int from 1 to ... got {value!r}"]
     ),
     *(
@@ -158,11 +158,14 @@ test_heads_that_cannot_be_are_refused = refusals(
     ("words", mapped(*"abcde"), "token_map must hold token ids, got"),
     ("a map for others", lambda: MedusaHeads(config_of("shared"), MAP), "goes with ... 'shared'"),
     ("no path", lambda: heads_of("shared", reads_path=True)(HIDDEN, lm_head()), "pass path"),
+    ("a rank alone", lambda: config_of("shared", path_rank=4), "path_rank ... reads_path, got path_rank=4"),
 )  # fmt: skip
 
 
-def test_a_head_reads_the_tokens_of_its_path_and_none_behind_them():
-    embedding, heads = lm_head(), heads_of("shared", is_random=True, reads_path=True)
+@pytest.mark.parametrize("path_rank", [None, 4])
+def test_a_head_reads_the_tokens_of_its_path_and_none_behind_them(path_rank):
+    embedding = lm_head()
+    heads = heads_of("shared", is_random=True, reads_path=True, path_rank=path_rank)
     logits = heads(HIDDEN, embedding, PATH)
     for depth in range(1, NUM_HEADS + 1):
         torch.testing.assert_close(

@@ -53,7 +53,7 @@ def test_by_default_our_default_takes_part_and_nothing_compiles_on_a_processor()
     theirs = ["transformers", "prompt-lookup", "assisted", "llama.cpp"]
     assert default_names(model) == [*theirs, "plain", "heads", "default"]
     model.heads = None
-    assert default_names(model) == [*theirs, "plain", "suffix"]
+    assert default_names(model) == [*theirs, "plain", "default"]
 
 
 def test_heads_are_needed_where_a_system_drafts_with_them():
