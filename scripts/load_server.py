@@ -7,9 +7,10 @@ waited.
 
 Each client asks one question after another for `--seconds`, with pauses of random length in between (a
 Poisson process). Any server with OpenAI's protocol will do. The servers take turns, with the same questions
-in the same order; each begins with a number of its own, so that no server has read it before. Reported are
-the tokens that came in that time, counted with one tokenizer for all, and the time to the first token and
-between events.
+in the same order; each begins with a number of its own, so that no server has read it before. Over several
+`--rounds` a machine that becomes slower slows all of them. Reported are the tokens that came in that time,
+counted with one tokenizer for all, by how much every second round differs from the others, and the time to
+the first token and between events.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from medusa.base.loading import load_tokenizer
 from medusa.cli.loading import load_prompts
 from medusa.cli.main import exit_status
 from medusa.cli.options import GrowingInts, PromptOptions, ReportOptions, parse
-from medusa.console import Column, log_console
+from medusa.console import PERCENT, Column, log_console
 from medusa.measurement.report import Report
 from medusa.options import check_above, check_at_least
 
@@ -53,7 +54,9 @@ class LoadTestOptions:
     clients: GrowingInts = (1, 4)
     """How many ask at once; one run of each server for each number."""
     seconds: float = 30.0
-    """Length of a run. Unfinished answers count as far as they have come."""
+    """Length of a turn. Unfinished answers count as far as they have come."""
+    rounds: int = 1
+    """Turns of each server for each number of clients."""
     pause: float = 0.0
     """Mean seconds between an answer and the client's next question."""
     max_new_tokens: tuple[int, int] = (32, 128)
@@ -68,7 +71,7 @@ class LoadTestOptions:
     report: ReportOptions = ReportOptions()
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "max_new_tokens")
+        check_at_least(self, 1, "max_new_tokens", "rounds")
         check_at_least(self, 0, "pause", "temperature", "long_prompt")
         check_above(self, 0, "seconds")
         for server in self.servers:
@@ -78,7 +81,7 @@ class LoadTestOptions:
 
 @dataclass
 class Waits:
-    """The measurements of one run."""
+    """The measurements of one server."""
 
     texts: dict[int, str] = field(default_factory=dict)
     """The outcome of each answer, by the number of its question."""
@@ -88,21 +91,9 @@ class Waits:
     between: list[float] = field(default_factory=list)
     """Between one event with text and the next."""
     refused: int = 0
-    num_long: int = 0
-    """Long prompts that were read beside."""
 
-    def as_dict(self, seconds: float, tokenizer: Any) -> dict[str, Any]:
-        num_tokens = sum(len(tokenizer(text)["input_ids"]) for text in self.texts.values())
-        return {
-            "seconds": seconds,
-            "num_answers": self.num_answers,
-            "num_tokens": num_tokens,
-            "tokens_per_second": num_tokens / seconds,
-            "time_to_first_token": percentiles(self.first),
-            "time_between_events": percentiles(self.between),
-            "refused": self.refused,
-            "num_long": self.num_long,
-        }
+    def num_tokens(self, tokenizer: Any) -> int:
+        return sum(len(tokenizer(text)["input_ids"]) for text in self.texts.values())
 
 
 def percentiles(values: list[float]) -> dict[str, float | None]:
@@ -137,45 +128,87 @@ async def ask(client: httpx.AsyncClient, number: int, body: dict[str, Any], wait
     waits.num_answers += 1
 
 
-async def run(options: LoadTestOptions, url: str, num_clients: int, messages: list[Any], model: str) -> Waits:
-    """``num_clients`` at once until the time is over."""
-    chance, waits, beside = random.Random(options.seed), Waits(), Waits()
+class Load:
+    """What ``num_clients`` ask one server, round after round."""
 
-    def questions() -> Iterator[dict[str, Any]]:
+    def __init__(self, options: LoadTestOptions, num_clients: int, messages: list[Any], model: str):
+        self.options = options
+        self.num_clients = num_clients
+        self.messages = messages
+        self.model = model
+        self.chance = random.Random(options.seed)
+        self.waits = Waits()
+        self.beside = Waits()
+        """Of the client with long prompts."""
+        self.questions = enumerate(self._questions())  # one for all clients
+        self.long_prompts = enumerate(self._long_prompts())
+        self.tokens_by_round: list[int] = []
+
+    def _questions(self) -> Iterator[dict[str, Any]]:
         """No two are alike, so that no server has read one before."""
+        seed = self.options.seed
         for number in itertools.count():
-            *earlier, last = messages[number % len(messages)]
-            content = f"{options.seed}.{num_clients}.{number}: {last['content']}"
+            *earlier, last = self.messages[number % len(self.messages)]
+            content = f"{seed}.{self.num_clients}.{number}: {last['content']}"
             yield {
                 "messages": [*earlier, {**last, "content": content}],
-                "max_tokens": chance.randint(*sorted(options.max_new_tokens)),
-                "temperature": options.temperature,
-                "seed": options.seed + number,
+                "max_tokens": self.chance.randint(*sorted(self.options.max_new_tokens)),
+                "temperature": self.options.temperature,
+                "seed": seed + number,
             }
 
-    def long_prompts() -> Iterator[dict[str, Any]]:
+    def _long_prompts(self) -> Iterator[dict[str, Any]]:
         for number in itertools.count():
-            prompt = f"{options.seed}.{num_clients}.{number}:" + " word" * options.long_prompt
+            words = " word" * self.options.long_prompt
+            prompt = f"{self.options.seed}.{self.num_clients}.{number}:{words}"
             yield {"messages": [{"role": "user", "content": prompt}], "max_tokens": 1}
 
-    async def talk(asked: Iterator[tuple[int, dict[str, Any]]], seen: Waits, pause: float = 0.0) -> None:
-        for number, body in asked:
-            await ask(client, number, {**body, "model": model, "stream": True}, seen)
-            if pause:
-                await asyncio.sleep(chance.expovariate(1 / pause))
+    async def run(self, url: str) -> None:
+        """One round: until its time is over."""
+        options = self.options
 
-    limits = httpx.Limits(max_connections=None)
-    headers = {"Authorization": f"Bearer {options.api_key}"}
-    async with httpx.AsyncClient(base_url=url, timeout=None, headers=headers, limits=limits) as client:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(options.seconds):
-                asked = enumerate(questions())  # one for all clients
-                readers = [talk(enumerate(long_prompts()), beside)] if options.long_prompt else []
-                await asyncio.gather(
-                    *(talk(asked, waits, options.pause) for _ in range(num_clients)), *readers
-                )
-    waits.num_long = beside.num_answers
-    return waits
+        async def talk(asked: Iterator[tuple[int, dict[str, Any]]], seen: Waits, pause: float = 0.0) -> None:
+            for number, body in asked:
+                await ask(client, number, {**body, "model": self.model, "stream": True}, seen)
+                if pause:
+                    await asyncio.sleep(self.chance.expovariate(1 / pause))
+
+        limits = httpx.Limits(max_connections=None)
+        headers = {"Authorization": f"Bearer {options.api_key}"}
+        async with httpx.AsyncClient(base_url=url, timeout=None, headers=headers, limits=limits) as client:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(options.seconds):
+                    readers = [talk(self.long_prompts, self.beside)] if options.long_prompt else []
+                    clients = (
+                        talk(self.questions, self.waits, options.pause) for _ in range(self.num_clients)
+                    )
+                    await asyncio.gather(*clients, *readers)
+
+    def end_round(self, tokenizer: Any) -> None:
+        """Count what the round has brought."""
+        self.tokens_by_round.append(self.waits.num_tokens(tokenizer) - sum(self.tokens_by_round))
+
+    def as_dict(self) -> dict[str, Any]:
+        seconds = self.options.seconds * len(self.tokens_by_round)
+        num_tokens = sum(self.tokens_by_round)
+        return {
+            "seconds": seconds,
+            "num_answers": self.waits.num_answers,
+            "num_tokens": num_tokens,
+            "tokens_per_second": num_tokens / seconds,
+            "halves_differ_by": difference(self.tokens_by_round),
+            "time_to_first_token": percentiles(self.waits.first),
+            "time_between_events": percentiles(self.waits.between),
+            "refused": self.waits.refused,
+            "num_long": self.beside.num_answers,
+        }
+
+
+def difference(rounds: list[int]) -> float | None:
+    """By which part of their mean every second round differs from the others, where there are as many of both
+    and they brought anything."""
+    total = sum(rounds)
+    return 2 * abs(sum(rounds[::2]) - sum(rounds[1::2])) / total if total and len(rounds) % 2 == 0 else None
 
 
 def named_server(given: str, api_key: str) -> tuple[str, str, str]:
@@ -206,12 +239,15 @@ def load_server(options: LoadTestOptions) -> None:
     report = Report({"servers": servers, "seconds": options.seconds})
     rows = []
     for num_clients in options.clients:
-        found = report.values[f"clients_{num_clients}"] = {}
-        for name, url, model in servers:
-            log_console().print(f"{num_clients} clients, {name}", style="dim")
-            waits = asyncio.run(run(options, url, num_clients, messages, model))
-            found[name] = waits.as_dict(options.seconds, tokenizer)
-            rows.append({"clients": num_clients, "server": name, **found[name]})
+        loads = {name: Load(options, num_clients, messages, model) for name, _, model in servers}
+        for number in range(1, options.rounds + 1):
+            for name, url, _ in servers:
+                log_console().print(f"{num_clients} clients, {name}, round {number}", style="dim")
+                asyncio.run(loads[name].run(url))
+                loads[name].end_round(tokenizer)
+        found = {name: load.as_dict() for name, load in loads.items()}
+        report.values[f"clients_{num_clients}"] = found
+        rows += [{"clients": num_clients, "server": name, **each} for name, each in found.items()]
 
     def milliseconds(key: str) -> Column:
         form = " / ".join("{:.0f}" for _ in PERCENTILES)
@@ -221,10 +257,11 @@ def load_server(options: LoadTestOptions) -> None:
         "clients": ("clients", "{}"),
         "server": ("server", "{}"),
         "tokens/s": ("tokens_per_second", "{:.1f}"),
+        "halves": ("halves_differ_by", PERCENT),
         "first token ms, p50 / p95 / p99": milliseconds("time_to_first_token"),
         "between events ms": milliseconds("time_between_events"),
     }
-    report.add_table(f"{options.seconds:g} s each", columns, rows)
+    report.add_table(f"{options.rounds} x {options.seconds:g} s each", columns, rows)
     report.publish(options.report.json)
 
 
