@@ -326,7 +326,7 @@ def write() -> None:
 
 
 def prepare(prompts: Path) -> None:
-    """Every fifth question of MT-bench beside all of them; and both for a base that continues text.
+    """16 and 40 questions of MT-bench beside all of them, as many of each category.
 
     Raises:
         FileNotFoundError: they are not there.
@@ -335,13 +335,8 @@ def prepare(prompts: Path) -> None:
     if not source.exists():
         raise FileNotFoundError(f"{source} is missing; MEASUREMENTS.md tells where it comes from")
     rows = source.read_text(encoding="utf-8").splitlines(keepends=True)
-    (prompts / "mt_bench_16.jsonl").write_text("".join(rows[::5]), encoding="utf-8")
-    continued = [
-        json.dumps({"category": row["category"], "prompt": f"Question: {row['turns'][0]}\nAnswer:"}) + "\n"
-        for row in map(json.loads, rows)
-    ]
-    (prompts / "mt_bench_16_continued.jsonl").write_text("".join(continued[::5]), encoding="utf-8")
-    (prompts / "mt_bench_continued.jsonl").write_text("".join(continued[::2]), encoding="utf-8")
+    for count, step in ((16, 5), (40, 2)):
+        (prompts / f"mt_bench_{count}.jsonl").write_text("".join(rows[::step]), encoding="utf-8")
 
 
 def measure(options: MeasureOptions) -> None:

@@ -101,8 +101,9 @@ def test_what_an_experiment_needs_is_named_where_it_is_missing_and_the_others_ru
     (tmp_path / "heads").touch()
     measure.measure(measure.MeasureOptions(only=("a",), prompts=tmp_path))
     assert (tmp_path / "measurements" / "a.json").exists()
-    first = (tmp_path / "mt_bench_16_continued.jsonl").read_text().splitlines()[0]
-    assert json.loads(first) == {"category": "math", "prompt": "Question: 0?\nAnswer:"}
+    rows = (tmp_path / "mt_bench.jsonl").read_text().splitlines()
+    assert (tmp_path / "mt_bench_16.jsonl").read_text().splitlines() == rows[::5]
+    assert (tmp_path / "mt_bench_40.jsonl").read_text().splitlines() == rows[::2]
 
 
 def test_names_and_prompts_that_are_not_there_are_refused(measure, tmp_path):
