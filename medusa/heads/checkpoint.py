@@ -92,7 +92,7 @@ _HEADER_KEYS = (
     _WEIGHTS_TYPE,
 )
 """Keys of config.json that are no part of a module's configuration."""
-_BLOCK_TENSOR = re.compile(r"blocks\.(?P<head>\d+)\.(?P<layer>\d+)\.")
+_BLOCK_TENSOR = re.compile(r"blocks\.(?P<head>\d+)\.(residual\.)?(?P<layer>\d+)\.")
 
 
 @dataclass

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import READING
 from damage import changed, config_says, cut, removed, says, written
 from gguf import GGMLQuantizationType, quants
 from refusals import assert_refused
@@ -84,6 +85,18 @@ def test_what_is_saved_is_what_is_loaded(kind, tmp_path):
     (path / "tree.json").unlink()
     without = load_heads(path)
     assert without.tree is None and without.provenance == {}
+
+
+@pytest.mark.parametrize("reading", READING)
+@pytest.mark.parametrize("dtype", [None, "Q4_0"])
+def test_heads_are_loaded_with_all_that_they_read(reading, dtype, tmp_path):
+    heads = MedusaHeads(HeadsConfig(32, 21, num_heads=3, num_layers=2, **READING[reading]))
+    path = save_heads(HeadsCheckpoint(heads, "some/base"), tmp_path / "heads", dtype=dtype)
+    loaded = load_heads(path).heads
+    assert loaded.config == heads.config and list(loaded.state_dict()) == list(heads.state_dict())
+    if dtype is None:
+        for name, tensor in heads.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
