@@ -10,8 +10,8 @@ EAGLE-3 head, greedy and sampled, one row and three ragged ones. What each write
 of the same engine writes; packed, what ``generate`` of transformers writes in float32. Then `medusa train`
 (live, and from stored states), `export`, `info` and `generate`.
 
-The page docs/guides/sizes.md is written after each family, from runs/full_widths.json. The exit status is 1
-where anything failed.
+Counts are kept in measurements/full_widths.json, and the page docs/guides/sizes.md is written from them after
+each family. The exit status is 1 where anything failed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any, get_args
 
@@ -46,8 +47,9 @@ from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.heads.medusa_heads import Unembedding
 from medusa.options import Engine, StepKind
 
-KEPT = Path(__file__).parent.parent / "runs" / "full_widths.json"
-PAGE = Path(__file__).parent.parent / "docs" / "guides" / "sizes.md"
+ROOT = Path(__file__).parent.parent
+KEPT = ROOT / "measurements" / "full_widths.json"
+PAGE = ROOT / "docs" / "guides" / "sizes.md"
 TREE = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 NEW_TOKENS = 12
 LENGTHS = (17, 5, 11)
@@ -188,6 +190,8 @@ class Tried:
     """By column of the page."""
     failed: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    day: str = field(default_factory=lambda: date.today().isoformat())
+    device: str = field(default_factory=lambda: device_name(torch.device("cpu")))
 
     def note(self, column: str, what: str, fault: str | None) -> None:
         """Count one attempt; ``fault`` is its error."""
@@ -249,8 +253,13 @@ def try_decoding(directory: Path, tried: Tried, engines=ENGINES, steps=STEPS) ->
                         tried.note(column, f"{what}, {name}", difference(told, plain))
 
 
-KINDS_OF_HEADS = tuple(itertools.product(get_args(Unembedding), (False, True)))
-"""Unembeddings of Medusa heads, and whether they read their path."""
+PATHS: dict[str, dict[str, Any]] = {
+    "without a path": {"reads_path": False},
+    "with a path": {"reads_path": True},
+    "with a path in few dimensions": {"reads_path": True, "path_rank": 256},
+}
+KINDS_OF_HEADS: tuple[tuple[Unembedding, str], ...] = tuple(itertools.product(get_args(Unembedding), PATHS))
+"""Unembeddings of Medusa heads, and how they read their path."""
 
 
 def try_heads(
@@ -258,18 +267,18 @@ def try_heads(
     tried: Tried,
     engine: Engine = "packed",
     fused: Sequence[int] = (),
-    kinds: Sequence[tuple[Unembedding, bool]] = KINDS_OF_HEADS,
+    kinds: Sequence[tuple[Unembedding, str]] = KINDS_OF_HEADS,
 ) -> None:
     """Every kind of heads with every unembedding, in compiled steps on the base that is named."""
     base = load_for_engine(directory, engine)
     batch = prompts_of(vocab_size(base), 1)
     call: dict[str, Any] = {**batch, "max_new_tokens": NEW_TOKENS, "do_sample": False}
-    for unembedding, reads_path in kinds:
-        heads = random_heads(base, unembedding=unembedding, reads_path=reads_path, fused_layers=tuple(fused))
+    for unembedding, path in kinds:
+        heads = random_heads(base, unembedding=unembedding, fused_layers=tuple(fused), **PATHS[path])
         model = MedusaModel(base, heads, TREE, engine=engine, step="compiled")
         plain = model.generate(**call, tree=CandidateTree.chain(0))
         for drafter in ("heads", "dynamic-heads", "dynamic-heads+suffix"):
-            what = f"{unembedding}, {'with' if reads_path else 'without'} a path, {drafter}"
+            what = f"{unembedding}, {path}, {drafter}"
             tried.note("kinds of heads", what, difference(model.generate(**call, drafter=drafter), plain))
         del model, heads
         gc.collect()
@@ -371,12 +380,13 @@ LEGEND = """
 
 A number is how many attempts were right, of how many. Decoding: Medusa heads in a tree, dynamic heads with \
 suffix match, the default with a right prediction, an EAGLE-3 head; greedy and sampled; one row and three \
-ragged ones. Kinds of heads: Medusa heads that read their path and that do not, with the base's rows, rows \
-of their own and a token map, and EAGLE-3 heads, all compiled on a base that was loaded by its name. \
+ragged ones. Kinds of heads: Medusa heads that read their path, in all dimensions or in 256, and that do \
+not, with the base's rows, rows of their own and a token map, and EAGLE-3 heads, all compiled on a base that \
+was loaded by its name. A dash: not among the attempts of that day. \
 Commands: `medusa train` for three steps, live and from stored states, `export`, `info` of heads and of the \
 base, `generate` with heads and without.
 
-Written by `python scripts/full_widths.py` on {device}. A family of your own is a line of `FAMILIES` there.
+Written by `python scripts/full_widths.py`: {where}. A family of your own is a line of `FAMILIES` there.
 """
 COLUMNS = (*(f"{engine}, {step}" for engine in ENGINES for step in STEPS), "kinds of heads", "commands")
 
@@ -386,23 +396,25 @@ def page(found: dict[str, Tried]) -> str:
     lines = [
         *ABOUT.splitlines(),
         "",
-        "| as wide as | hidden | inner | vocabulary | " + " | ".join(COLUMNS) + " | minutes |",
-        "|---|---:|---:|---:|" + "---:|" * (len(COLUMNS) + 1),
+        "| as wide as | hidden | inner | vocabulary | " + " | ".join(COLUMNS) + " | minutes | day |",
+        "|---|---:|---:|---:|" + "---:|" * (len(COLUMNS) + 2),
     ]
     for name, tried in found.items():
         sizes = FAMILIES[name]
         counts = [_count(tried, column) for column in COLUMNS]
         widths = [f"{sizes[key]:,}" for key in ("hidden_size", "intermediate_size", "vocab_size")]
-        lines.append(f"| {name} | {' | '.join([*widths, *counts])} | {tried.seconds / 60:.1f} |")
+        cells = [name, *widths, *counts, f"{tried.seconds / 60:.1f}", tried.day]
+        lines.append(f"| {' | '.join(cells)} |")
     failed = [f"- {name}: {each}" for name, tried in found.items() for each in tried.failed]
     lines += ["", *(["What failed:", "", *failed, ""] if failed else [])]
-    return "\n".join(lines) + LEGEND.format(device=device_name(torch.device("cpu")))
+    machines = sorted({f"{tried.day} on {tried.device}" for tried in found.values()})
+    return "\n".join(lines) + LEGEND.format(where="; ".join(machines))
 
 
 def _count(tried: Tried, column: str) -> str:
     wrong = sum(each.startswith(f"{column},") for each in tried.failed)
     right = tried.passed.get(column, 0)
-    return f"{right} of {right + wrong}"
+    return f"{right} of {right + wrong}" if right + wrong else "-"
 
 
 def _in_a_process_of_its_own(name: str) -> Tried:
@@ -432,8 +444,7 @@ def main() -> int:
         kept[name] = vars(tried)
         counts = ", ".join(f"{column}: {_count(tried, column)}" for column in COLUMNS)
         print(f"{name}: {counts} ({tried.seconds:.0f} s)", *tried.failed, sep="\n    ", flush=True)
-        KEPT.parent.mkdir(parents=True, exist_ok=True)
-        KEPT.write_text(json.dumps(kept, indent=1))
+        KEPT.write_text(json.dumps(kept, indent=1) + "\n")
         PAGE.write_text(page({name: Tried(**kept[name]) for name in FAMILIES if name in kept}))
     return int(any(kept[name]["failed"] for name in options.only or FAMILIES))
 

@@ -87,6 +87,8 @@ class Experiment:
     """Commands that make what this one measures; what they print is not kept."""
     needs: tuple[str, ...] = ()
     """Files and directories that nothing here makes; without them it does not run."""
+    machine: str = ""
+    """Words of :func:`where`; on another machine it does not run."""
     servers: Mapping[str, str] = field(default_factory=dict)
     """Commands of servers that run meanwhile, by name; the command gets ``--servers NAME=URL ...``."""
 
@@ -111,6 +113,13 @@ class Experiment:
                 text = file.read_bytes()
                 digest.update(statements(text) if file.suffix == ".py" else text)
         return digest.hexdigest()
+
+    def missing(self) -> str:
+        """What it does not run for; empty where nothing is missing."""
+        missing = [need for need in self.needs if not (ROOT / need).exists()]
+        if self.machine not in where():
+            missing.append(f"a machine {self.machine!r}")
+        return ", ".join(missing)
 
     @property
     def is_due(self) -> bool:
@@ -347,8 +356,8 @@ def measure(options: MeasureOptions) -> None:
     due = [each for each in known.values() if (each.name in options.only if options.only else each.is_due)]
     due = [] if options.write else due
     for each in list(due):
-        if missing := [need for need in each.needs if not (ROOT / need).exists()]:
-            log_console().print(f"{each.name} is left out: {', '.join(missing)} is missing")
+        if missing := each.missing():
+            log_console().print(f"{each.name} is left out: {missing} is missing")
             due.remove(each)
     if any("{prompts}" in command for each in due for command in each.commands):
         prepare(options.prompts)

@@ -25,7 +25,7 @@ import torch
 
 from medusa import MedusaModel
 from medusa.assets import base_named
-from medusa.base.causal_lm import new_cache, prefill
+from medusa.base.causal_lm import cache_argument, new_cache, prefill
 from medusa.console import log_console
 from medusa.engine.compiled import CompiledPass
 from medusa.hardware import use_threads
@@ -78,12 +78,13 @@ def of_transformers(path: str) -> RunPass:
     model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
     tokens = torch.arange(BEHIND)[None] + 1000
     cache = DynamicCache(config=model.config)
+    arguments: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
     with torch.inference_mode():
-        model(input_ids=tokens, past_key_values=cache, use_cache=True)
+        model(input_ids=tokens, **arguments)
 
     def run(rows: int) -> None:
         with torch.inference_mode():
-            model(input_ids=tokens[:, :rows], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(input_ids=tokens[:, :rows], logits_to_keep=1, **arguments)
         cache.crop(-rows)
 
     return run

@@ -40,7 +40,7 @@ def test_every_draft_writes_the_plain_text_at_full_width(wide, engines, steps):
 @pytest.mark.slow
 def test_heads_that_read_their_path_and_score_all_tokens_draft_on_a_base_that_is_named(wide):
     tried = full_widths.Tried()
-    full_widths.try_heads(wide, tried, kinds=[("shared", True), ("full", True)])
+    full_widths.try_heads(wide, tried, kinds=[("shared", "with a path"), ("full", "with a path")])
     assert not tried.failed and tried.passed == {"kinds of heads": 10}
 
 
@@ -53,7 +53,7 @@ def test_heads_that_read_their_path_and_score_all_tokens_draft_on_a_base_that_is
 def test_every_kind_of_heads_drafts_with_every_unembedding_on_a_base_that_is_named(wide, engine, fused):
     tried = full_widths.Tried()
     full_widths.try_heads(wide, tried, engine, fused)
-    assert not tried.failed and tried.passed == {"kinds of heads": 22}
+    assert not tried.failed and tried.passed == {"kinds of heads": 31}
 
 
 def test_every_command_runs_at_full_width(wide):

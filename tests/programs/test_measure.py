@@ -106,6 +106,16 @@ def test_what_an_experiment_needs_is_named_where_it_is_missing_and_the_others_ru
     assert (tmp_path / "mt_bench_40.jsonl").read_text().splitlines() == rows[::2]
 
 
+def test_an_experiment_about_another_machine_is_left_out(measure, tmp_path, capsys, monkeypatch):
+    experiments = tmp_path / "measurements" / "experiments.yaml"
+    experiments.write_text(experiments.read_text().replace("a: {", "a: {machine: without AMX, "))
+    for device, is_run in {"cpu: X, AVX512 and AMX": False, "cpu: X, AVX512 without AMX": True}.items():
+        monkeypatch.setattr(measure, "where", lambda device=device: device)
+        measure.measure(measure.MeasureOptions(only=("a",), prompts=tmp_path))
+        assert (tmp_path / "measurements" / "a.json").exists() == is_run
+    assert "a is left out: a machine 'without AMX' is missing" in capsys.readouterr().err
+
+
 def test_names_and_prompts_that_are_not_there_are_refused(measure, tmp_path):
     with pytest.raises(ValueError, match=r"only must name experiments \(a, b\), got c"):
         measure.measure(measure.MeasureOptions(only=("c",), prompts=tmp_path))
