@@ -8,7 +8,8 @@ The experiments stand in ``measurements/experiments.yaml``: what each asks, its 
 code that its answer depends on. Each leaves ``measurements/NAME.json``, so that an interrupted run goes on
 where it stopped. One runs at a time; leave the machine alone meanwhile.
 
-``mt_bench.jsonl`` must lie in the folder of ``--prompts``: MEASUREMENTS.md tells where it comes from.
+``mt_bench.jsonl`` must lie in the folder of ``--prompts``: MEASUREMENTS.md tells where it comes from. A model
+that an experiment needs is brought by ``medusa fetch NAME --output models/NAME``.
 """
 
 from __future__ import annotations
@@ -357,7 +358,7 @@ def measure(options: MeasureOptions) -> None:
     due = [] if options.write else due
     for each in list(due):
         if missing := each.missing():
-            log_console().print(f"{each.name} is left out: {missing} is missing")
+            log_console().print(f"{each.name} is left out: {missing} is missing", soft_wrap=True)
             due.remove(each)
     if any("{prompts}" in command for each in due for command in each.commands):
         prepare(options.prompts)
