@@ -62,11 +62,9 @@ from medusa.measurement.report import end_with_json
 
 OURS = ("packed", "int8")
 THEIRS = ("transformers bfloat16", "llama.cpp BF16", "llama.cpp Q8_0")
-OF_FILES = tuple(
-    f"{system} {kind}"
-    for kind in ("Q4_K_M", "Q8_0", "MXFP4")
-    for system in ("file", "llama.cpp", "llama-bench", "openvino")
-)
+READERS = ("file", "llama.cpp", "llama-bench", "openvino")
+"""What reads GGUF files."""
+OF_FILES = tuple(f"{reader} {kind}" for kind in ("Q4_K_M", "Q8_0", "MXFP4") for reader in READERS)
 """Those that read a quantised file of a shape."""
 ROUNDS = {"1B": 2, "3B": 1, "8B": 1}
 """Turns of every contender, unless told otherwise; the larger the shape, the longer and steadier is each."""
@@ -256,7 +254,7 @@ def prepare(shape: str, directory: Path, contenders: list[str], tokenizer: Path)
     for contender in contenders:
         kind = contender.split()[-1]
         target = _file_of(contender, directory) if kind != contender else directory
-        if contender in OF_FILES and not target.exists():
+        if contender.startswith(READERS) and not target.exists():
             log.print(f"writing {target}")
             with replaced_file(target) as partial:
                 write_gguf(directory, partial, kind)
