@@ -126,7 +126,7 @@ test-arm: .venv/.installed
 check: lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_architecture.py tests/test_style.py
+	$(BIN)/python -m pytest tests/test_architecture.py tests/test_shape.py tests/test_style.py
 
 format: .venv/.installed
 	$(BIN)/ruff check --fix .

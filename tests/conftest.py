@@ -7,11 +7,14 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import importlib.util
+import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
+from typing import Any
 
 import pytest
 import setuptools  # noqa: F401  # before anything loads the standard distutils: Inductor imports both
@@ -384,3 +387,20 @@ def real_tokenizer():
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(REAL_BASE)
+
+
+@contextmanager
+def library_calls(visit: Callable[[FrameType], object]) -> Iterator[None]:
+    """Within, ``visit`` gets the frame of each call of a function of the library."""
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        is_function = code.co_flags & inspect.CO_OPTIMIZED
+        if event == "call" and is_function and Path(code.co_filename).is_relative_to(CHECKOUT / "medusa"):
+            visit(frame)
+
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)

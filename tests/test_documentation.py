@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import inspect
 import re
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import random_heads, random_prompts, tiny_model
+from conftest import library_calls, random_heads, random_prompts, tiny_model
 from stateful_models import table_of_types
 
 from medusa import MedusaModel
@@ -169,18 +168,10 @@ def test_the_guides_table_of_types_that_keep_a_state_is_what_loading_them_gives(
 
 def test_the_files_of_a_call_are_those_that_a_run_executes():
     model, prompt = MedusaModel(tiny_model("llama"), random_heads()), random_prompts(1, 9)
-    library, executed = ROOT / "medusa", set()
-
-    def noted(frame, event, _):
-        path = Path(frame.f_code.co_filename)
-        is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
-        if event == "call" and is_function and path.is_relative_to(library):
-            executed.add(str(path.relative_to(library)))
-
-    sys.setprofile(noted)
-    try:
+    library = ROOT / "medusa"
+    executed = set()
+    with library_calls(lambda frame: executed.add(frame.f_code.co_filename)):
         model.generate(prompt, max_new_tokens=12, do_sample=False)
-    finally:
-        sys.setprofile(None)
+    executed = {str(Path(name).relative_to(library)) for name in executed}
     _, _, section = (ROOT / "docs/concepts/request.md").read_text().partition("## The files of a call")
     assert set(re.findall(r"`([\w/]+\.py)`", section)) == executed
