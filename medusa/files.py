@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import glob
+import grp
 import hashlib
 import json
 import os
+import pwd
 import shutil
 import socket
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -84,6 +87,42 @@ def _existing(path: Path) -> Path:
     return path if path.exists() else _existing(path.absolute().parent)
 
 
+def make_private_directory(directory: Path) -> None:
+    """Make ``directory`` and those above it where they are not there, writable by nobody else."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(mode=0o755, exist_ok=True)
+
+
+def check_trusted(*paths: Path) -> None:
+    """Raise PermissionError where another user could have written one of ``paths``, files of code and their
+    directories: it belongs to someone else than this user and root, or others may write to it."""
+    for path in paths:
+        status = path.stat()
+        if status.st_uid not in (os.geteuid(), 0):
+            raise PermissionError(
+                f"{path} belongs to another user (number {status.st_uid}), whose code would run as you"
+            )
+        may_others_write = status.st_mode & stat.S_IWOTH or (
+            status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid)
+        )
+        is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+        if may_others_write and not is_sticky:  # there, nobody replaces what belongs to another
+            raise PermissionError(
+                f"other users may write to {path}, and code in it would run as you: chmod go-w {path}"
+            )
+
+
+def _is_own_group(number: int) -> bool:
+    """Whether the group is the one that many systems give to this user alone, under the user's own name."""
+    try:
+        group = grp.getgrgid(number)
+        user = pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # a number without a name, as in containers
+        return False
+    return group.gr_name == user and {*group.gr_mem} <= {user}
+
+
 def digest_of(path: Path) -> str:
     """The SHA-256 of a file."""
     with path.open("rb") as file:
@@ -104,12 +143,18 @@ def locked(
 
     Raises:
         BlockingIOError: another process has it; the message says which.
+        OSError: the lock is a link, which could lead to any file.
     """
     lock = lock or path / ".lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + seconds
     is_told = False
-    with lock.open("a+", encoding="utf-8") as file:
+    if lock.is_symlink():
+        raise OSError(
+            f"the lock {lock} must be a file, got a link; remove it, and give the same command again"
+        )
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with os.fdopen(handle, "r+", encoding="utf-8") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,7 +170,8 @@ def locked(
                 say(f"{in_use}; waiting until it has ended")
             is_told = True
             time.sleep(0.1)
-        file.truncate(0)
+        file.seek(0)
+        file.truncate()
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield

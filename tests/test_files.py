@@ -72,6 +72,14 @@ def test_other_errors_of_a_library_stay_what_they_are(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years")
+    (tmp_path / ".lock").symlink_to(tmp_path / "thesis.tex")
+    with pytest.raises(OSError, match=r"\.lock must be a file, got a link; remove it"), locked(tmp_path):
+        pass
+    assert (tmp_path / "thesis.tex").read_text() == "years"
+
+
 def test_a_directory_that_one_holds_is_refused_to_others_with_the_holder(tmp_path):
     with (
         locked(tmp_path / "run"),

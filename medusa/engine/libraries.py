@@ -84,7 +84,9 @@ def kept_library(name: str, digest: str) -> Path:
 
 
 def check_library(path: Path) -> None:
-    """Raise ValueError where a library was altered; loading it would end the process."""
+    """Raise ValueError where a library was altered, for loading it would end the process; PermissionError
+    where another user could have written it, for loading it would run that user's code."""
+    files.check_trusted(path, *_directories(path))
     seal = path.with_suffix(".json")
     try:
         is_whole = seal.exists() and files.read_json(seal) == _sealed(path)
@@ -97,6 +99,11 @@ def check_library(path: Path) -> None:
         )
 
 
+def _directories(path: Path) -> tuple[Path, Path]:
+    """The directory of a library, and the cache: who may write to them can put another in its place."""
+    return path.parent, path.parent.parent
+
+
 def _sealed(path: Path) -> dict[str, Any]:
     """What the file beside a library says of its content."""
     return {"bytes": path.stat().st_size, "sha256": files.digest_of(path)}
@@ -107,13 +114,17 @@ def compile_library(path: Path, text: str, make: Callable[[Path], Path]) -> None
 
     Nothing is done where it is there. Another process that compiles the same is waited for.
 
+    Raises:
+        PermissionError: another user could write there.
+
     Args:
         text: tells the user what takes so long.
         make: compiles it in an empty directory, and says where it is.
     """
     if path.exists():
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
+    files.make_private_directory(path.parent)
+    files.check_trusted(*_directories(path))
     console = log_console()
     partial = path.with_suffix(".partial")
 

@@ -30,6 +30,7 @@ from medusa.engine.kernels import PackedMatmul, source_text
 from medusa.engine.libraries import LibraryError, check_library, compile_library, digest_of, kept_library
 from medusa.engine.packed_experts import RouterWeight
 from medusa.engine.views import JoinedLinear
+from medusa.files import check_trusted
 
 VERSION = 10
 """Version of the compiled code: raise it with every change of a program's computation."""
@@ -181,7 +182,7 @@ def compiled_program(exported: torch.export.ExportedProgram, directory: Path) ->
         )
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
-    if _is_taken(directory) and _is_taken(Path(_inductor_cache())):
+    if _is_taken(directory) and _is_usable(Path(_inductor_cache())):
         return _compiled_in(exported, directory)
     places = [each for each in map(Path, PLAIN_PLACES) if each.is_dir() and os.access(each, os.W_OK)]
     if not places:
@@ -203,6 +204,18 @@ PLAIN_PLACES = ("/tmp", "/var/tmp", "/dev/shm")
 def _is_taken(path: Path) -> bool:
     """Whether torch's compiler, which gets a line of words, takes ``path`` as one."""
     return re.fullmatch(r"[\w./+@=:,~-]+", str(path.absolute()), re.ASCII) is not None
+
+
+def _is_usable(cache: Path) -> bool:
+    """Whether torch's compiler may keep its files in ``cache`` and take those that are there: by default it
+    is in the directory for temporary files, where any user could have made it first."""
+    try:
+        check_trusted(cache)
+    except PermissionError:
+        return False
+    except FileNotFoundError:  # torch makes it
+        pass
+    return _is_taken(cache)
 
 
 def _inductor_cache() -> str:

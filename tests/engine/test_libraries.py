@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import torch
 from conftest import needs_kernels
 from torch import nn
 
+from medusa import files
 from medusa.engine import libraries, programs
 from medusa.engine.kernels import lanes
 from medusa.engine.libraries import LibraryError, check_library, compile_library, digest_of
@@ -62,6 +64,68 @@ def test_a_library_whose_bytes_have_changed_or_whose_seal_is_gone_is_refused(tmp
     compiled_again.with_suffix(".json").write_bytes(b"")
     with pytest.raises(ValueError, match="is damaged"):
         check_library(compiled_again)
+
+
+def given_away(path, monkeypatch):
+    """Makes ``path`` another user's."""
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+
+
+@pytest.mark.parametrize("part", ["pass.so", "compiled", "cache"])
+@pytest.mark.parametrize("whose", ["another user's", "writable by all", "writable by a group"])
+def test_a_library_that_another_user_could_have_written_is_not_loaded(
+    tmp_path, compiler, monkeypatch, part, whose
+):
+    path = compiled(tmp_path / "cache" / "compiled" / "pass.so", compiler)
+    check_library(path)
+    altered = next(each for each in (path, *path.parents) if each.name == part)
+    if whose == "another user's":
+        given_away(altered, monkeypatch)
+    else:
+        monkeypatch.setattr(files, "_is_own_group", lambda number: False)
+        altered.chmod(0o777 if whose == "writable by all" else 0o775)
+    with pytest.raises(PermissionError, match=rf"{altered}\b.* run as you"):
+        check_library(path)
+
+
+def test_nothing_is_compiled_where_another_user_may_write(tmp_path, compiler):
+    tmp_path.chmod(0o777)
+    with pytest.raises(PermissionError, match="chmod go-w"):
+        compiled(tmp_path / "pass.so", compiler)
+    assert not compiler.made
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002])
+def test_a_new_cache_is_writable_by_its_user_alone(tmp_path, compiler, umask):
+    before = os.umask(umask)
+    try:
+        check_library(compiled(tmp_path / "cache" / "compiled" / "pass.so", compiler))
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("whose", ["ours", "everyone's", "not there"])
+def test_torchs_compiler_takes_no_files_that_another_user_could_have_prepared(tmp_path, monkeypatch, whose):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    (tmp_path / "inductor").mkdir(mode=0o755)
+    if whose == "everyone's":
+        (tmp_path / "inductor").chmod(0o777)
+    used = []
+
+    def compile_to(exported, directory):
+        used.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        (directory / "made.so").touch()
+        return directory / "made.so"
+
+    monkeypatch.setattr(programs, "_compiled_in", compile_to)
+    if whose == "not there":
+        monkeypatch.setattr(programs, "_inductor_cache", lambda: str(tmp_path / "inductor" / "later"))
+    (tmp_path / "target").mkdir()
+    assert compiled_program(None, tmp_path / "target").exists()
+    assert (used == [str(tmp_path / "inductor")]) == (whose != "everyone's")
 
 
 def test_a_full_disk_while_compiling_is_an_error_in_words_and_leaves_nothing(tmp_path, compiler):
