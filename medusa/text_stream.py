@@ -11,6 +11,8 @@ from typing import Any
 REPLACEMENT = "\ufffd"
 LONGEST_INCOMPLETE = 3
 """Bytes of a UTF-8 character that can be there while its last one is missing."""
+LONGEST_WINDOW = 32
+"""Tokens that are decoded for the text of the next one, however long the bytes before it are broken."""
 
 
 ALONE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -68,11 +70,13 @@ class TextStream:
 
     def feed(self, token: int) -> str:
         """The text that ``token`` makes certain; often a word, sometimes nothing."""
-        self._window.append(token)
         alone = self._decoded([token])
+        if not alone and self._is_control(token):
+            return ""  # it is left out before any bytes are joined
+        self._window.append(token)
         if _one_byte(self.tokenizer.convert_ids_to_tokens(token), alone) is not None:
             self._in_bytes = True
-        elif alone:  # a control token does not end a run: it is left out before the bytes are joined
+        elif alone:
             self._in_bytes = False
         if self._in_bytes:
             return ""
@@ -84,7 +88,30 @@ class TextStream:
             self._context = [token]
             self._window = [token]
             self._num_emitted = len(alone)
+        elif len(self._window) >= LONGEST_WINDOW:
+            self._shorten(text)
         return piece
+
+    def _is_control(self, token: int) -> bool:
+        """Whether ``token``, which alone has no text, has none because control tokens are left out."""
+        return token in self.tokenizer.all_special_ids or _decoded(self.tokenizer, [token]) != ""
+
+    def _shorten(self, text: str) -> None:
+        """Drop the first tokens of the window, whose text is ``text``: where it has ended in broken bytes for
+        long, bytes further back than the longest character are certain.
+
+        Decoding goes from left to right. So where the texts of both sides of a place between two tokens join
+        to the text of the whole, no character lies across it, whatever follows. At most three places in a
+        row lie in one character.
+        """
+        middle = len(self._window) // 2
+        for place in range(middle, middle + LONGEST_INCOMPLETE + 1):
+            before = self._decoded(self._window[:place])
+            after = self._decoded(self._window[place:])
+            if after and len(before) <= self._num_emitted and before + after == text:
+                self._window = self._window[place:]
+                self._num_emitted -= len(before)
+                return
 
     def finish(self) -> str:
         """Held-back text, at the end of the answer or before something that no text goes on behind."""

@@ -9,7 +9,7 @@ from tokenizer_kinds import BYTES, KINDS, SCRIPTS, tokenizer_of
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from medusa.text_stream import AnswerText, TextStream, token_bytes
+from medusa.text_stream import BYTE_OF, LONGEST_WINDOW, AnswerText, TextStream, token_bytes
 
 TOKENIZER = chat_tokenizer()
 
@@ -81,6 +81,36 @@ def test_streamed_text_is_the_tokenizers_own_wherever_it_is_cut_and_is_never_tak
             streamed += stream.feed(token)
             assert whole.startswith(streamed), tokens
             assert streamed + copy(stream).finish() == decoded(tokenizer, tokens[: index + 1]), tokens
+        assert streamed + stream.finish() == whole
+
+
+def long_runs_of(tokenizer):
+    """Hundreds of tokens: bytes of characters that break off, control tokens, and both."""
+    drawn = random.Random(0)
+    broken = [token for token in range(len(tokenizer)) if "\ufffd" in decoded(tokenizer, [token])]
+    control = tokenizer.all_special_ids
+    for share in (0, 0.1, 0.9, 1):
+        yield [drawn.choice(control if drawn.random() < share else broken or control) for _ in range(300)]
+    spelling = {
+        each: token for token, each in enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
+    }
+    letter = {byte: spelling[each] for each, byte in BYTE_OF.items() if each in spelling}
+    for begun in ([0xF0, 0x9F], [0xF0, 0x9F, 0x98], [0x80]):  # characters that never end
+        run = [letter[byte] for byte in begun if byte in letter]
+        yield [*run[-1:], *run * 100]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_hundreds_of_broken_bytes_a_token_decodes_no_longer_text_than_before(kind):
+    tokenizer = made_by(kind)
+    for tokens in long_runs_of(tokenizer):
+        stream = TextStream(tokenizer)
+        whole = decoded(tokenizer, tokens)
+        streamed = ""
+        for token in tokens:
+            streamed += stream.feed(token)
+            assert whole.startswith(streamed)
+            assert stream._in_bytes or len(stream._window) <= LONGEST_WINDOW
         assert streamed + stream.finish() == whole
 
 
