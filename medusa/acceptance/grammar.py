@@ -11,12 +11,11 @@ from __future__ import annotations
 import functools
 import json
 import re
-import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from copy import copy
+from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -26,6 +25,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from medusa.acceptance import grammar_trial
+from medusa.bounded_process import BoundedProcess, OutOfBounds
 
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line: where any white space may come, a small model may write nothing else."""
@@ -84,7 +84,8 @@ class GrammarCompiler:
         longest_first = sorted(self._control_ids, key=len, reverse=True)
         self._controls = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         self._lock = threading.Lock()
-        self._trial = _Trial(tokenizer, vocab_size, eos_ids)
+        settings = partial(_trial_settings, tokenizer, vocab_size, eos_ids)
+        self._trial = BoundedProcess(Path(grammar_trial.__file__), settings, TRIAL_SECONDS)
         self._compiled = functools.lru_cache(NUM_KEPT)(self._compile)
 
     def as_terminals(self, text: str) -> str:
@@ -114,7 +115,12 @@ class GrammarCompiler:
 
     def _compile(self, rules: str, before: str, of_before: str) -> Grammar:
         grammar_of = self._matcher_of.grammar_from_lark
-        problem = self._trial.problem_of(grammar_of(f"start: answer\n{rules}"))
+        try:
+            problem = self._trial.ask(grammar_of(f"start: answer\n{rules}"))
+        except OutOfBounds as error:
+            raise ValueError(
+                f"compiling it takes more than {self._trial.bounds}; ask for a simpler form"
+            ) from error
         if problem:
             raise ValueError(_message_of(problem))
         whole = grammar_of(f"start: {before} answer\n{rules}\n{of_before}")
@@ -177,70 +183,15 @@ def choice_rule(name: str, texts: Sequence[str]) -> str:
     return f"{name}: {' | '.join(map(json.dumps, texts))}"
 
 
-class _Trial:
-    """The process of :mod:`medusa.acceptance.grammar_trial`: started when it is needed, and again when it has
-    died."""
-
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]):
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._eos_ids = [*eos_ids]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def problem_of(self, source: str) -> str:
-        """The error of a grammar, or an empty text."""
-        if self._process is None:
-            self._process = self._started()
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        timer = threading.Timer(TRIAL_SECONDS, process.kill)
-        timer.start()
-        try:
-            process.stdin.write(json.dumps(source).encode() + b"\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        except BrokenPipeError:
-            answer = b""
-        finally:
-            timer.cancel()
-        if not answer.endswith(b"\n"):  # the process died of the grammar, or was killed for its time
-            _end(process)
-            self._process = None
-            return (
-                f"compiling it takes more than {TRIAL_SECONDS:g} seconds, "
-                f"{grammar_trial.MEMORY_BYTES >> 20} MiB or a deep stack; ask for a simpler form"
-            )
-        return str(json.loads(answer))
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        """A new process, which has read its settings."""
-        # -I: neither the folder of the program nor the environment changes imports
-        command = [sys.executable, "-I", grammar_trial.__file__]
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the server, which then ends it
-        )
-        weakref.finalize(self, _end, process)
-        names = self._tokenizer.convert_ids_to_tokens(range(len(self._tokenizer)))
-        settings = {
-            "path": sys.path,
-            "tokenizer": _serialised(self._tokenizer),
-            "num_tokens": self._vocab_size,
-            "eos_ids": self._eos_ids,
-            "quotes": [token for token, name in enumerate(names) if '"' in (name or "")],
-        }
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(settings).encode() + b"\n")
-        process.stdin.flush()
-        return process
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()
+def _trial_settings(tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> dict[str, Any]:
+    """What :mod:`medusa.acceptance.grammar_trial` needs of a tokenizer."""
+    names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    return {
+        "tokenizer": _serialised(tokenizer),
+        "num_tokens": vocab_size,
+        "eos_ids": [*eos_ids],
+        "quotes": [token for token, name in enumerate(names) if '"' in (name or "")],
+    }
 
 
 def _serialised(tokenizer: Any) -> str:

@@ -6,6 +6,7 @@ import functools
 import itertools
 import re
 import secrets
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,6 +34,7 @@ from medusa.decoding.state import DecodeRequest
 from medusa.drafters.references import SuffixCorpus
 from medusa.model import MedusaModel
 from medusa.prompts import in_reasoning
+from medusa.serving.chat_template import BoundedChatTemplate, TemplateLimitError
 from medusa.serving.infill import InfillTokens, infill_tokens, start_tokens, tokens_after
 from medusa.serving.metrics import ServerMetrics
 from medusa.serving.output_formats import OutputFormat, detect_format
@@ -116,6 +118,7 @@ class Service:
         self.model = model
         self.options = options
         self.tokenizer = model.tokenizer
+        self._chat_template = BoundedChatTemplate(model.tokenizer)
         self.template_options = template_options or {}
         self.num_owners = num_owners
         self.names = options.served_model_name or (PurePath(model.base.name_or_path or "model").name,)
@@ -141,6 +144,7 @@ class Service:
     def start(self) -> None:
         """Decode from here on."""
         self.worker.start()
+        threading.Thread(target=self._chat_template.start, daemon=True).start()
 
     @property
     def is_ready(self) -> bool:
@@ -154,7 +158,7 @@ class Service:
     @functools.cached_property
     def knows_tools(self) -> bool:
         """Whether the chat template shows tools to the model."""
-        say = as_template([{"role": "user", "content": "a"}], self.tokenizer)
+        say = as_template([{"role": "user", "content": "a"}], self._chat_template)
         tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
         try:
             return self._rendered(say, [tool]) != self._rendered(say)
@@ -167,7 +171,7 @@ class Service:
         texts = "said at first", "said after it"
         systems = [{"role": "system", "content": text} for text in texts]
         try:
-            messages = as_template([*systems, {"role": "user", "content": "a"}], self.tokenizer)
+            messages = as_template([*systems, {"role": "user", "content": "a"}], self._chat_template)
             shown = self._rendered(messages)
         except TEMPLATE_ERRORS:
             return False
@@ -187,9 +191,15 @@ class Service:
         if not self.takes_several_systems:
             messages = _with_one_system(messages)
         try:
-            messages = as_template(messages, self.tokenizer)
+            messages = as_template(messages, self._chat_template)
             arguments = {**self.template_options, **request.template_arguments}
             text = self._marked(messages, request.offered, arguments)
+        except TemplateLimitError as error:
+            raise RequestError(
+                f"the model's chat template does not come to an end with these messages: {error}; send "
+                "fewer, or serve a model with another template",
+                param="messages",
+            ) from error
         except TEMPLATE_ERRORS as error:
             raise RequestError(
                 "the model's chat template refuses these messages: their roles or their order, or what "
@@ -247,9 +257,7 @@ class Service:
     def _rendered(
         self, messages: list[dict[str, Any]], tools: Sequence[Any] = (), arguments: Mapping[str, Any] = {}
     ) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tools=[*tools] or None, tokenize=False, **arguments
-        )
+        return self._chat_template.apply_chat_template(messages, [*tools] or None, **arguments)
 
     @functools.cached_property
     def _grammars(self) -> GrammarCompiler:

@@ -102,7 +102,7 @@ def test_a_schema_that_kills_the_trial_is_refused_and_the_next_one_is_compiled(c
 
 
 def test_a_schema_that_takes_too_long_to_try_is_refused(compiler, monkeypatch):
-    monkeypatch.setattr(grammar, "TRIAL_SECONDS", 0.01)
+    monkeypatch.setattr(compiler._trial, "seconds", 0.01)
     with pytest.raises(ValueError, match=r"more than 0\.01 seconds"):
         compiler.compile([json_rule("answer", {"type": "string", "pattern": "^(a{1000}){1000}$"})])
 
