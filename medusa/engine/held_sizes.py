@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,7 @@ class HeldSizes:
 
         products = []
         packed: set[int] = set()
-        for linears, dtype in _matrices(model, dtype_of):
+        for linears, dtype in matrices(model, dtype_of):
             products.append((dtype, sum(map(_outputs, linears)), _inputs(linears[0])))
             packed.update(id(linear.weight) for linear in linears)
         for experts in filter(is_experts, model.modules()):
@@ -100,11 +100,11 @@ class HeldSizes:
         return packed + self.num_bytes_of_rows + 4 * self.num_others + self.num_bytes_of_integers
 
 
-def _matrices(
-    model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]
+def matrices(
+    model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype | None]
 ) -> Iterator[tuple[list[Any], torch.dtype]]:
     """The linear layers of ``model`` that :func:`medusa.engine.views.pack_linears` makes one product of, and
-    the type that it holds them in."""
+    the type that it holds them in. Layers whose weights have none are left out."""
     for parent in model.modules():
         together: list[list[Any]] = [
             linears
@@ -114,7 +114,14 @@ def _matrices(
         joined = {linear for linears in together for linear in linears}
         alone = [child for child in parent.children() if type(child) in (nn.Linear, Conv1D)]
         for group in [*together, *([linear] for linear in alone if linear not in joined)]:
-            yield group, dtype_of(group[0].weight)
+            dtype = dtype_of(group[0].weight)
+            if dtype is not None:
+                yield group, dtype
+
+
+def bytes_of_group(linears: Sequence[Any], dtype: torch.dtype, int8: bool) -> int:
+    """Memory of the product of a group of :func:`matrices`."""
+    return product_bytes(dtype, sum(map(_outputs, linears)), _inputs(linears[0]), int8)
 
 
 def _outputs(linear: Any) -> int:

@@ -49,7 +49,7 @@ from medusa.engine.group_quantised import (
     QuantisedRows,
     gguf_types,
 )
-from medusa.engine.held_sizes import check_fits, product_bytes
+from medusa.engine.held_sizes import bytes_of_group, check_fits, matrices
 from medusa.engine.kernels import kernels_unsupported_reason
 from medusa.engine.quantised_experts import experts_in_file, file_rows, hold_experts, mxfp4_experts
 from medusa.engine.views import joinable_linears, pack_linears, share_product
@@ -110,10 +110,8 @@ def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: E
     layers, plain = directory.of_text(base)
     experts = directory.quantised_experts(base)
     int8 = engine == "int8" and all(each.form == "fp8" for each in layers.values())
-    num_bytes = sum(directory.tensors[stored].num_bytes for stored in plain.values())
-    num_bytes += sum(_bytes_held(each, engine) for each in layers.values())
+    num_bytes = _bytes_held(directory, base, layers, plain, int8)
     num_bytes += sum(math.prod(shape) for shape in experts.values()) * 17 // 32  # bytes of a block
-    num_bytes += _bytes_of_tied_head(directory, base, layers, plain, int8)
     check_fits(source.name, engine, lambda _: num_bytes, ())
     head = lm_head(base)
     modules = dict(base.named_modules())
@@ -159,30 +157,34 @@ def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: E
     return base
 
 
-def _bytes_held(layer: QuantisedLayer, engine: Engine) -> int:
-    """Memory that the weight of a layer takes, about: scales and zeros are there for each 32 numbers."""
-    if layer.form == "fp8":
-        return layer.num_weights * (1 if engine == "int8" else 2)
-    return layer.num_weights * (4 * layer.bits + 3) // 32
-
-
-def _bytes_of_tied_head(
+def _bytes_held(
     directory: QuantisedDirectory,
     base: CausalLM,
     layers: Mapping[str, QuantisedLayer],
     plain: Mapping[str, str],
     int8: bool,
 ) -> int:
-    """Memory of an LM head that is packed beside the embedding's rows, which stay in the file; 0 for one that
-    is a tensor of its own, or quantised."""
-    head = lm_head(base)
-    is_quantised = any(base.get_submodule(name) is head for name in layers)
-    if head.weight is not base.get_input_embeddings().weight or is_quantised:
-        return 0
-    parameters = dict(base.named_parameters())
-    tied = next(stored for name, stored in plain.items() if parameters.get(name) is head.weight)
-    num_outputs, num_inputs = head.weight.shape
-    return product_bytes(FLOATS[directory.tensors[tied].dtype], num_outputs, num_inputs, int8)
+    """Memory that the weights of ``base`` take, about; its experts are left out.
+
+    An LM head that is tied is packed beside the embedding's rows, which stay in the file.
+    """
+    parameters = dict(base.named_parameters(remove_duplicate=False))
+    stored = {id(parameters[name]): directory.tensors[source] for name, source in plain.items()}
+    dtypes = {weight: FLOATS[entry.dtype] for weight, entry in stored.items()}
+    for layer in layers.values():
+        if layer.form == "fp8":
+            dtypes[id(parameters[f"{layer.name}.weight"])] = torch.bfloat16
+    lookups = {id(module.weight) for module in base.modules() if is_lookup(module)}
+    in_numbers = (layer for layer in layers.values() if layer.form != "fp8")
+    num_bytes = sum(
+        layer.num_weights * (4 * layer.bits + 3) // 32 for layer in in_numbers
+    )  # scales and zeros
+    packed: set[int] = set()
+    for linears, dtype in matrices(base, lambda weight: dtypes.get(id(weight))):
+        packed.update(id(linear.weight) for linear in linears)
+        num_bytes += bytes_of_group(linears, dtype, int8)
+    left = {weight: entry for weight, entry in stored.items() if weight in lookups or weight not in packed}
+    return num_bytes + sum(entry.num_bytes for entry in left.values())
 
 
 def _weight(
