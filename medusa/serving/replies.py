@@ -32,7 +32,7 @@ def read(reader: OutputParser, update: Update) -> tuple[list[Part], str | None]:
     parts = reader.feed("".join(piece.text for piece in update.pieces))
     reason = update.finish_reason
     if reason is not None:
-        parts += reader.finish()
+        parts += reader.finish(is_cut=reason != "stop")
     return parts, "tool_calls" if reason == "stop" and reader.num_calls else reason
 
 
