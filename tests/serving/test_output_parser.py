@@ -267,10 +267,13 @@ def test_arguments_that_a_model_leaves_open_are_closed_where_its_answer_ends(for
     assert read(form, text, [1]) == ("", "", [call])
 
 
-@pytest.mark.parametrize("reason, end", [("stop", '"}'), ("length", ""), ("timeout", "")])
+@pytest.mark.parametrize(
+    "reason, is_stopped, end", [("stop", False, '"}'), ("stop", True, ""), ("length", False, "")]
+)
 @pytest.mark.parametrize("form, text", [(form, text) for form, text, _ in UNCLOSED if text.endswith("Oslo")])
-def test_arguments_stay_open_where_the_answer_was_cut(form, text, reason, end):
-    parts, _ = read_update(OutputParser(form, TOOLS), Update([Piece(text, 0)], finish_reason=reason))
+def test_arguments_stay_open_where_the_answer_was_cut(form, text, reason, is_stopped, end):
+    update = Update([Piece(text, 0)], finish_reason=reason, is_stopped=is_stopped)
+    parts, _ = read_update(OutputParser(form, TOOLS), update)
     assert "".join(part.text for part in parts if part.kind == "arguments") == f'{{"city": "Oslo{end}'
 
 
@@ -532,6 +535,48 @@ def test_control_tokens_are_no_text_unless_they_tell_parts_apart():
         answer = AnswerText(TOKENIZER, marks=marks)
         pieces = answer.feed(tokens, [0] * len(tokens))[1] + answer.finish()
         assert "".join(piece.text for piece in pieces) == text
+
+
+REASONING = [  # the format, whether the prompt has begun the reasoning, the answer, and its text up to "b"
+    (THINKING, False, "<think>a b</think>\n\nab", "<think>a b</think>\n\na"),
+    (THINKING, False, " <think>b", " <think>b"),
+    (THINKING, True, "b</thin b</think>ab", "b</thin b</think>a"),
+    (THINKING, True, "ab", "ab"),
+    (THINKING, False, "a <think>b</think>b", "a <think>"),
+    (THINKING, False, "<thib", "<thi"),
+    (THINKING, False, "<", "<"),
+    (OutputFormat(), False, "<think>b</think>", "<think>"),
+    (
+        HARMONY,
+        False,
+        f"{ANALYSIS}b<|channel|>final<|message|>ab",
+        f"{ANALYSIS}b<|channel|>final<|message|>a",
+    ),
+    (HARMONY, False, "ab", "a"),
+]
+
+
+@pytest.mark.parametrize("form, in_reasoning, text, sent_text", REASONING)
+@pytest.mark.parametrize("size", [1, 3, 99])
+def test_stop_strings_are_not_looked_for_in_reasoning(form, in_reasoning, text, sent_text, size):
+    tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    marks = {id: token.content for id, token in TOKENIZER.added_tokens_decoder.items()}
+    answer = AnswerText(TOKENIZER, ["b"], marks, None, form.unsearched, in_reasoning)
+    steps = [tokens[at : at + size] for at in range(0, len(tokens), size)]
+    pieces = [answer.feed(step, [0] * len(step))[1] for step in steps]
+    assert "".join(piece.text for each in [*pieces, answer.finish()] for piece in each) == sent_text
+    assert answer.is_stopped == (sent_text != text)
+
+
+def test_reasoning_is_sent_as_it_comes_and_a_stop_string_that_ends_an_answer_in_its_tag_is_found():
+    answer = AnswerText(TOKENIZER, ["think"], reasoning_tags=("<think>", "</think>"))
+    fed = [answer.feed([token], [0])[1] for token in TOKENIZER("<think>ab</a")["input_ids"]]
+    texts = ["".join(piece.text for piece in each) for each in fed]
+    assert texts == ["", "", "", "", "", "", "<think>", "a", "b", "", "", "</a"]
+    answer = AnswerText(TOKENIZER, ["hi"], reasoning_tags=("<think>", "</think>"))
+    tokens = TOKENIZER("<thi")["input_ids"]
+    assert answer.feed(tokens, [0] * 4) == (4, [])
+    assert [piece.text for piece in answer.finish()] == ["<", "t"] and answer.is_stopped
 
 
 @pytest.mark.parametrize("step", [1, 2, 9])
