@@ -585,8 +585,8 @@ class Service:
                 param=request.prompt_name,
                 code="context_length_exceeded",
             )
-        asked = self.options.max_new_tokens if request.longest is None else request.longest
-        return min(max(1, asked), self.options.max_new_tokens, most - num_prompt)
+        longest = self.options.max_new_tokens if request.longest is None else request.longest
+        return min(max(1, longest), self.options.max_new_tokens, most - num_prompt)
 
     def _check_tokens(self, ids: Sequence[int], param: str) -> None:
         size = vocab_size(self.model.base)
