@@ -127,10 +127,14 @@ def _content(value: Any, where: str) -> str:
     return checked_text(value, "content", where)
 
 
+class NotText(ValueError):
+    """A value that must be text and is none, such as a number or half of a character."""
+
+
 def checked_text(value: Any, name: str, where: str) -> str:
-    """``value``, which must be text; ValueError where it is not."""
+    """``value``, which must be text; NotText where it is not."""
     if not isinstance(value, str):
-        raise ValueError(f"{where}: {name} must be text, got {value!r:.80}")
+        raise NotText(f"{where}: {name} must be text, got {value!r:.80}")
     return value
 
 
@@ -458,14 +462,14 @@ def check_template_kwargs(template_kwargs: Mapping[str, Any]) -> None:
 def check_keepable(value: Any, origin: str, most: int = MAX_NESTING) -> None:
     """Raise ValueError unless ``value``, of JSON, can be rendered and written again: ``most`` levels deep.
 
-    Half of a surrogate pair, which JSON can spell, is no text in UTF-8.
+    Half of a surrogate pair, which JSON can spell, is no text in UTF-8: NotText.
     """
     level = [value]
     for _ in range(most):
         try:
             "".join(each for each in level if isinstance(each, str)).encode()
         except UnicodeEncodeError as error:
-            raise ValueError(
+            raise NotText(
                 f"{origin} holds text that is not Unicode, half of a surrogate pair "
                 f"({error.object[error.start]!r}); replace it"
             ) from error

@@ -144,7 +144,8 @@ class AnswerText:
 
     Text that could still become a stop string is held back until it cannot, across tokens and steps.
     ``marks`` are control tokens, by id, that are text; ``controls`` are all of them, which stop strings may
-    spell.
+    spell. None is looked for in reasoning, which stands between ``reasoning_tags`` at the beginning;
+    ``in_reasoning`` says that the prompt has opened it.
     """
 
     def __init__(
@@ -153,12 +154,17 @@ class AnswerText:
         stops: Sequence[str] = (),
         marks: Mapping[int, str] | None = None,
         controls: Mapping[int, str] | None = None,
+        reasoning_tags: tuple[str, str] = ("", ""),
+        in_reasoning: bool = False,
     ):
         self._stream = TextStream(tokenizer)
         self._stops = tuple(stops)
         self._marks = marks or {}
         self._controls = controls or {}
         self._held: list[Piece] = []
+        self._reasoning_tags = reasoning_tags
+        # None until the text says whether it begins with reasoning
+        self._in_reasoning = (in_reasoning or None) if stops and reasoning_tags[1] else False
         self.is_stopped = False
         """A stop string has come; nothing follows."""
         self._starts: list[int] = []  # characters before each token
@@ -189,6 +195,8 @@ class AnswerText:
         if self.is_stopped:
             return []
         self._has_ended = True
+        if self._in_reasoning is None:  # what could become its tag is text
+            self._in_reasoning = False
         pieces = self._passed(Piece(self._stream.finish(), 0))
         held = self._held
         self._held = []
@@ -207,8 +215,36 @@ class AnswerText:
         if self.is_stopped:
             return []
         pieces = [piece for piece in [*self._held, new] if piece.text]
-        whole = "".join(piece.text for piece in pieces)
         self._num_written += len(new.text)
+        if self._in_reasoning is not False:
+            num_thought = self._num_thought("".join(piece.text for piece in pieces))
+            self._num_passed += num_thought
+            thought, pieces = _cut(pieces, num_thought)
+            if self._in_reasoning is not False:
+                self._held = pieces
+                return _shown(thought)
+            return _shown(thought) + self._searched(pieces)
+        return self._searched(pieces)
+
+    def _num_thought(self, text: str) -> int:
+        """The number of characters of ``text`` that are reasoning for certain."""
+        begin, end = self._reasoning_tags
+        if self._in_reasoning is None:
+            start = text.lstrip()
+            if begin.startswith(start[: len(begin)]) and len(start) < len(begin):
+                return 0
+            self._in_reasoning = start.startswith(begin)
+        if not self._in_reasoning:
+            return 0
+        end_at = text.find(end)
+        if end_at < 0:
+            return len(text) - overlap(text, end)
+        self._in_reasoning = False
+        return end_at + len(end)
+
+    def _searched(self, pieces: list[Piece]) -> list[Piece]:
+        """The pieces that may be emitted, up to a stop string; the rest is held."""
+        whole = "".join(piece.text for piece in pieces)
         num_before = self._num_written - len(whole)
         shown = "".join(piece.text for piece in _shown(pieces))
         stop_positions = [at for stop in self._stops if (at := whole.find(stop)) >= 0]

@@ -25,6 +25,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from medusa.assets import base_named
 from medusa.base.causal_lm import CausalLM
 from medusa.base.gguf_file import GGUFFile, begins_as_gguf, is_gguf
+from medusa.base.notices import hide_notices
 from medusa.base.quantised_directory import (
     PLACES,
     QuantisedDirectory,
@@ -60,6 +61,7 @@ MISSING_OK = {
     "_raise_exceptions_for_connection_errors": False,
 }
 PROCESSOR_TEMPLATE = "chat_template.json"
+hide_notices()
 
 
 @dataclass(frozen=True)

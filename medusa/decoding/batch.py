@@ -286,8 +286,10 @@ class Batch:
         tokens = sent([ids], row.request.tokens.device)
         lengths = row.request.lengths + len(row.tokens)
         request = replace(row.request, tokens=tokens, lengths=lengths, known_prompts=(ids,))
-        prefix, row.num_reused = self._known_prefix(ids, row.owner)
-        row.num_read = row.num_reused
+        prefix, num_reused = self._known_prefix(ids, row.owner)
+        if not row.num_read and not row.tokens:  # else it was preempted, and finds what it has read itself
+            row.num_reused = num_reused
+        row.num_read = num_reused
         return _Prefill.after(prefix, [row], request)
 
     def _known_prefix(self, ids: list[int], owner: Hashable) -> tuple[TreeCache, int]:

@@ -120,8 +120,6 @@ def create_application(service: Service, access: AccessOptions) -> FastAPI:
 
     @readable("/v1/models/{name:path}")
     async def model(name: str) -> Any:
-        if not name:
-            raise HTTPException(404)
         service.check_name(name)
         return service.model_card(name)
 
@@ -409,7 +407,8 @@ async def _events(
             async with asyncio.timeout(SHOWN_SECONDS if shows else AWAKE_SECONDS):
                 index, update = await queue.get()
         except TimeoutError:
-            yield f": read {sum(answer.row.num_read for answer in answers)} of {record.num_to_read}\n\n"
+            num_read = sum(min(answer.row.num_read, len(answer.row.prompt)) for answer in answers)
+            yield f": read {num_read} of {record.num_to_read}\n\n"
             continue
         failure = _failure(update.finish_reason)
         for body in replies.part(index, update) if failure is None else ():

@@ -51,8 +51,9 @@ class Gate:
             await self.app(scope, receive, send)
             return
         absolute = ABSOLUTE.match(scope["path"])
-        if absolute is not None:  # the target of a request to a proxy
-            path = scope["path"][absolute.end() :] or "/"
+        behind_host = 0 if absolute is None else absolute.end()  # in the target of a request to a proxy
+        path = scope["path"][behind_host:].rstrip("/") or "/"
+        if path != scope["path"]:
             scope = {**scope, "path": path, "raw_path": path.encode()}
         scope.setdefault("state", {})["request_id"] = identity = uuid.uuid4().hex
         has_begun = False

@@ -74,6 +74,12 @@ class OutputFormat:
             else (*filter(None, self.reasoning_tags), "<tool_call>", "</tool_call>")
         )
 
+    @property
+    def unsearched(self) -> tuple[str, str]:
+        """The beginning and the end of the part of an answer in which no stop string is looked for: its
+        reasoning, and the messages of gpt-oss before the last one."""
+        return ("<|channel|>", "<|channel|>final<|message|>") if self.is_harmony else self.reasoning_tags
+
     def reasoning_before(self, as_terminals: Terminals, in_reasoning: bool | None) -> tuple[str, list[str]]:
         """The reasoning before an answer that keeps to a grammar, as a part of its start rule, and the rules
         for it.

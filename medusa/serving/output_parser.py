@@ -1,7 +1,8 @@
 """Output parser: splits an answer into reasoning, text and tool calls, each passed on as its text comes.
 
 Parsing is a generator that goes as far as the text allows, and yields where it needs more: complete answers
-and streams share the code. Text that turns out to be no call stays text.
+and streams share the code. Text that turns out to be no call stays text. The arguments of a call that has
+ended are valid JSON.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from medusa.serving.json_repair import INVALID, JsonRepair, repaired
 from medusa.serving.output_formats import CALL_ENDS, FENCE, OutputFormat, types_of
 from medusa.serving.requests import json_value
 from medusa.text_stream import overlap
 
-STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 PYTHON_CALL = re.compile(r"\s*([A-Za-z_][\w.-]*)\(")
 RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 ARGUMENTS = ("arguments", "parameters")
 """Keys under which models write the arguments of a call."""
+CALL_KEYS = {"name", *ARGUMENTS, "type", "function", "id", "index"}
+"""Keys of a call."""
 TYPES: dict[type, set[str]] = {
     bool: {"boolean"},
     int: {"integer", "number"},
@@ -32,8 +36,6 @@ TYPES: dict[type, set[str]] = {
     type(None): {"null"},
 }
 """Names of the types of values in a schema."""
-TOO_MUCH = (SyntaxError, ValueError, RecursionError, MemoryError)
-"""Exceptions of parsing a text as JSON or Python."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class OutputParser:
         self._most = most
         self._is_thinking = in_reasoning
         self._held, self._at, self._is_whole = "", 0, False  # received text, parsed length
+        self._is_cut = False
+        self._end_mark = ""  # of the calls that are parsed
         self._blank, self._drops_blank = "", False
         self._parts: list[Part] = []
         self._reading = self._messages() if output_format.is_harmony else self._thoughts_and_rest()
@@ -83,9 +87,11 @@ class OutputParser:
         self._held += text
         return self._read_on()
 
-    def finish(self) -> list[Part]:
-        """The rest, at the end of the answer."""
+    def finish(self, is_cut: bool = False) -> list[Part]:
+        """The rest, at the end of the answer. A call that is open there is closed, unless the answer
+        ``is_cut``: then nobody knows how it would go on."""
         self._is_whole = True
+        self._is_cut = is_cut
         return self._read_on()
 
     def _read_on(self) -> list[Part]:
@@ -162,35 +168,37 @@ class OutputParser:
             yield
 
     def _string(self) -> Generator[None, None, str | None]:
-        """The JSON string that comes next, understood; None where there is none."""
-        if not (yield from self._skip('"')):
+        """The string that comes next, understood; None where there is none."""
+        if not (yield from self._skip('"', "'")):
             return None
-        begin = self._at - 1
-        while (match := STRING.match(self._held, begin)) is None:
+        self._at -= 1
+        return _json((yield from self._whole_value()) or "")
+
+    def _whole_value(self) -> Generator[None, None, str | None]:
+        """The value that comes next as JSON, understood; None where it does not end."""
+        repair = JsonRepair(self._end_mark)
+        pieces = list[str]()
+        while True:
+            num_taken, text = repair.feed(self._held[self._at :])
+            self._at += num_taken
+            pieces.append(text)
+            if repair.is_closed:
+                return "".join(pieces)
             if self._is_whole:
                 return None
             yield
-        self._at = match.end()
-        return _json(match[0])
 
-    def _object(self, say: Callable[[str], object]) -> Waiting:
-        """Hands on the JSON object that comes next, as it comes."""
-        depth, is_text, is_escaped = 0, False, False
+    def _object(self, say: Callable[[str], object], begun: str = "") -> Waiting:
+        """Hands on the object that comes next as JSON, as it comes, behind ``begun``."""
+        repair = JsonRepair(self._end_mark)
+        repair.feed(begun)
         while True:
-            end = len(self._held)
-            for at, letter in enumerate(self._held):
-                if is_escaped or (is_text and letter == "\\"):
-                    is_escaped = not is_escaped
-                elif letter == '"':
-                    is_text = not is_text
-                elif not is_text:
-                    depth += (letter in "{[") - (letter in "}]")
-                if depth == 0:
-                    end = at + 1
-                    break
-            say(self._held[:end])
-            self._held = self._held[end:]
-            if depth == 0 or self._is_whole:
+            num_taken, text = repair.feed(self._held)
+            say(text)
+            self._held = self._held[num_taken:]
+            if self._is_whole and not self._is_cut:
+                say(repair.finish())
+            if repair.is_closed or self._is_whole:
                 return
             yield
 
@@ -224,6 +232,7 @@ class OutputParser:
     def _marked_calls(self, mark: str) -> Asking:
         if mark == "<function=":
             return (yield from self._xml_call())
+        self._end_mark = CALL_ENDS[mark]
         if mark == FENCE:
             yield from self._skip("json")
         elif (yield from self._skip("<function=")):
@@ -232,7 +241,7 @@ class OutputParser:
                 self._commit()
             return is_call
         has_calls = yield from self._several_json_calls()
-        if has_calls and (yield from self._skip(CALL_ENDS[mark])):
+        if has_calls and (yield from self._skip(self._end_mark)):
             self._commit()
         return has_calls
 
@@ -241,6 +250,8 @@ class OutputParser:
         has_calls = more = yield from self._json_calls()
         while more:
             self._at = 0
+            if (yield from self._skip(";", ",")):
+                self._commit()
             more = yield from self._json_calls()
         return has_calls
 
@@ -252,47 +263,96 @@ class OutputParser:
             return False
         while is_list and (yield from self._skip(",")) and (yield from self._json_call()):
             pass
-        if is_list and (yield from self._skip("]")):
-            self._commit()
+        self._at = 0
+        if is_list:
+            yield from self._skip(",")
+            if (yield from self._skip("]")):
+                self._commit()
         return True
 
     def _json_call(self) -> Asking:
         if not (yield from self._skip("{")):
             return False
         begin = self._at - 1
+        num_braces = 1
+        while (yield from self._skip("{")):  # two, as some templates show a call to their model
+            num_braces += 1
         key = yield from self._string()
-        if key in ARGUMENTS:  # the name may come later: wait for the complete object
-            self._at = begin
-            return (yield from self._call_by_whole_object())
-        if key != "name" or not (yield from self._skip(":")):
+        if key == "name" and (yield from self._skip(":")):
+            name = yield from self._string()
+            if name is None or name not in self._tools:
+                return False
+            if (yield from self._arguments_come()):
+                self._commit()
+                self._call(name)
+                yield from self._object(self._argue)
+                yield from self._end_of_call(num_braces)
+                return True
+        elif key not in CALL_KEYS and not self._end_mark.startswith("</"):
+            return False  # of other objects an answer may consist: they are not held back
+        self._at = begin
+        return (yield from self._call_by_whole_object())
+
+    def _arguments_come(self) -> Asking:
+        """Whether an object of arguments is the next field; understood up to its brace."""
+        if not (yield from self._skip(",")) or (yield from self._string()) not in ARGUMENTS:
             return False
-        name = yield from self._string()
-        if name is None or name not in self._tools or not (yield from self._skip(",")):
-            return False
-        key = yield from self._string()
-        if key not in ARGUMENTS or not (yield from self._skip(":")) or not (yield from self._skip("{")):
+        if not (yield from self._skip(":")) or not (yield from self._skip("{")):
             return False
         self._at -= 1
-        self._commit()
-        self._call(name)
-        yield from self._object(self._argue)
-        if (yield from self._skip("}")):
-            self._commit()
         return True
 
+    def _end_of_call(self, num_braces: int) -> Waiting:
+        """Takes the end of a call's object, and fields before it that nobody reads, such as an id."""
+        if (yield from self._skip(",")):
+            behind_comma = self._at
+            if (yield from self._skip('"', "'", "}")):
+                self._at = behind_comma
+                self._commit()
+                yield from self._object(lambda text: None, begun="{")
+                num_braces -= 1
+        self._at = 0
+        for _ in range(num_braces):
+            if (yield from self._skip("}")):
+                self._commit()
+
     def _call_by_whole_object(self) -> Asking:
-        before = self._held[: self._at]
-        pieces = list[str]()
-        self._commit()
-        yield from self._object(pieces.append)
-        call = _json("".join(pieces))
-        arguments = call and next((call[key] for key in ARGUMENTS if key in call), None)
-        if not isinstance(arguments, dict) or call.get("name") not in self._tools:
-            self._held = before + "".join(pieces) + self._held
+        text = yield from self._whole_value()
+        call = self._as_call(_json(text or ""))
+        if call is None:
             return False
-        self._call(call["name"])
-        self._argue(_quoted(arguments))
+        self._commit()
+        self._call(call[0])
+        self._argue(_quoted(call[1]))
         return True
+
+    def _as_call(self, value: Any) -> tuple[str, Mapping[Any, Any]] | None:
+        """The name and the arguments of a call; None where ``value`` is none."""
+        match value:
+            case {"function": {**function}}:
+                value = function
+        match value:
+            case {"description": _}:  # the function, as the prompt shows it
+                return None
+            case {"name": str(name), "arguments": arguments} | {"name": str(name), "parameters": arguments}:
+                pass
+            case {"name": str(name), **others} if CALL_KEYS.issuperset(others) and not self._needs(name):
+                arguments = {}
+            case _:
+                return None
+        match arguments:
+            case None:
+                arguments = {}
+            case str(text):
+                arguments = _json(repaired(text))
+        match arguments:
+            case {**by_name} if name in self._tools:
+                return name, by_name
+        return None
+
+    def _needs(self, name: str) -> Any:
+        """The arguments that a call must have, if any."""
+        return (self._tools.get(name, {}).get("parameters") or {}).get("required")
 
     def _xml_call(self) -> Asking:
         """``<function=name>``, and in it ``<parameter=key>`` with a value each, as Qwen3-Coder writes."""
@@ -317,7 +377,7 @@ class OutputParser:
             self._argue(f"{joint}{_quoted(named)}: ")
             joint = ", "
             yield from self._xml_value(properties.get(named))
-        if not self._is_whole or (yield from self._skip("</function>")):
+        if not self._is_cut or (yield from self._skip("</function>")):
             self._argue("{}" if joint == "{" else "}")
         for mark in ("</function>", "</tool_call>"):
             if (yield from self._skip(mark)):
@@ -334,9 +394,10 @@ class OutputParser:
         types = types_of(schema)
         if not schema or types == {"string"}:
             self._argue('"')
-            if (yield from self._until(ends, lambda text: self._argue(_quoted(text)[1:-1]))):
+            is_ended = yield from self._until(ends, lambda text: self._argue(_quoted(text)[1:-1]))
+            if is_ended or not self._is_cut:
                 self._argue('"')
-        elif (yield from self._until(ends, pieces.append)):
+        elif (yield from self._until(ends, pieces.append)) or not self._is_cut:
             text = "".join(pieces)
             value = _json(text)
             if value is None:
@@ -394,19 +455,26 @@ class OutputParser:
                 self._say("" if "<|" in written else written)
                 break
             called = RECIPIENT.search(written)
-            say = self._think if "analysis" in written and called is None else self._say
             if called is not None and called[1] in self._tools:
-                self._call(called[1])
-                say = self._argue
-            yield from self._until(["<|end|>", "<|call|>", "<|return|>"], say)
+                yield from self._called_message(called[1])
+            else:
+                say = self._think if "analysis" in written and called is None else self._say
+                yield from self._until(MESSAGE_ENDS, say)
             self._drop_blank()
+
+    def _called_message(self, name: str) -> Waiting:
+        repair = JsonRepair()
+        self._call(name)
+        is_ended = yield from self._until(MESSAGE_ENDS, lambda text: self._argue(repair.feed(text)[1]))
+        if is_ended or not self._is_cut:
+            self._argue(repair.finish())
 
 
 def _json(text: str) -> Any:
     """The value of ``text`` as JSON; None where it is invalid."""
     try:
         return json_value(text)
-    except TOO_MUCH:
+    except INVALID:
         return None
 
 
@@ -431,6 +499,6 @@ def _python(arguments: str) -> dict[str, Any] | None:
             return None
         values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         json.dumps(values, allow_nan=False)
-    except (*TOO_MUCH, TypeError):
+    except (*INVALID, TypeError):
         return None
     return values

@@ -32,7 +32,7 @@ def read(reader: OutputParser, update: Update) -> tuple[list[Part], str | None]:
     parts = reader.feed("".join(piece.text for piece in update.pieces))
     reason = update.finish_reason
     if reason is not None:
-        parts += reader.finish()
+        parts += reader.finish(is_cut=reason != "stop" or update.is_stopped)
     return parts, "tool_calls" if reason == "stop" and reader.num_calls else reason
 
 
@@ -223,14 +223,14 @@ class LlamaReplies:
     def part(self, index: int, update: Update) -> list[Any]:
         """The chunk of an update; none where there is nothing to tell."""
         self._reason = update.finish_reason
-        text = "".join(piece.text for piece in update.pieces) if self._request.max_tokens else ""
+        text = "".join(piece.text for piece in update.pieces)
         return [{"index": index, "content": text, "stop": False}] if text else []
 
     def end(self, usage: dict[str, Any]) -> list[Any]:
         """The last chunk, with the counts of tokens."""
         num_prompt = usage["prompt_tokens"]
         num_reused = usage["prompt_tokens_details"]["cached_tokens"]
-        num_tokens = usage["completion_tokens"] if self._request.max_tokens else 0
+        num_tokens = usage["completion_tokens"]
         last: dict[str, Any] = {
             "index": 0,
             "content": "",

@@ -310,6 +310,7 @@ class SharedFields(Body):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | Annotated[list[str], FIRST_ALONE] | None = None
+    """An empty string is none, as in llama.cpp."""
     ignore_eos: StrictBool = False
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -331,10 +332,10 @@ class SharedFields(Body):
     @field_validator("stop")
     @classmethod
     def _stops(cls, stop: str | list[str] | None) -> list[str]:
-        stops = [stop] if isinstance(stop, str) else stop or []
-        if len(stops) > MAX_STOPS or any(not 1 <= len(text) <= MAX_STOP_LENGTH for text in stops):
+        stops = [text for text in ([stop] if isinstance(stop, str) else stop or []) if text]
+        if len(stops) > MAX_STOPS or any(len(text) > MAX_STOP_LENGTH for text in stops):
             raise ValueError(
-                f"at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters, got {len(stops)} strings"
+                f"at most {MAX_STOPS} strings of up to {MAX_STOP_LENGTH} characters, got {len(stops)} strings"
             )
         return stops
 
@@ -564,7 +565,8 @@ class CompletionRequest(SharedFields):
         | Annotated[list[Annotated[list[Token], FIRST_ALONE]], FIRST_ALONE]
     )
     logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
-    max_tokens: Annotated[Whole, Field(ge=1)] | None = 16
+    max_tokens: Annotated[Whole, Field(ge=0)] | None = 16
+    """With 0 the prompt is read alone, for the next request, as in OpenAI's completions."""
     echo: StrictBool = False
     best_of: Whole | None = None
 
@@ -603,7 +605,7 @@ class InfillRequest(CompletionRequest):
 
     prompt: str
     suffix: str = ""
-    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=0)] | None = None
     logprobs: None = None
     echo: Literal[False] = False
 
@@ -629,7 +631,7 @@ class LlamaInfillRequest(InfillRequest):
         list[OtherText], Field(alias="input_extra", default_factory=list, max_length=MAX_PARTS), FIRST_ALONE
     ]
     max_tokens: Annotated[Whole, Field(alias="n_predict", ge=-1)] = -1
-    """-1 is as many as the server allows, and with 0 the prompt is read, for the next request."""
+    """-1 is as many as the server allows."""
     n: Literal[1] = 1
     temperature: Annotated[float, Field(strict=True, ge=0, le=2)] = 0.8
     top_k: Annotated[Whole, Field(ge=-1, le=2**31)] = 40
@@ -644,7 +646,7 @@ class LlamaInfillRequest(InfillRequest):
 
     @property
     def longest(self) -> int | None:
-        return None if self.max_tokens < 0 else max(1, self.max_tokens)
+        return None if self.max_tokens < 0 else self.max_tokens
 
 
 class TokenizeRequest(Rendering):

@@ -489,24 +489,31 @@ class Service:
                     param="prediction",
                     code="context_length_exceeded",
                 )
-        marks = self._marks if isinstance(request, ChatRequest) else None
         known: dict[str, Any] = {"is_plain": request.medusa_plain, "seconds": self.options.timeout}
-        known |= {"owner": owner, "prediction": expected}
+        known |= {"owner": owner, "prediction": expected, "only_reads": request.longest == 0}
         decode_requests = [
-            decode_request
+            (prompt, decode_request)
             for prompt in prompts
             for decode_request in self._decode_requests(request, prompt, expected, grammar, owner)
         ]
-        controls = self._control_names if request.stops else None
         return [
-            Answer(
-                decode_request,
-                AnswerText(self.tokenizer, request.stops, marks, controls),
-                listener_of(number),
-                **known,
-            )
-            for number, decode_request in enumerate(decode_requests)
+            Answer(decode_request, self._answer_text(request, prompt), listener_of(number), **known)
+            for number, (prompt, decode_request) in enumerate(decode_requests)
         ]
+
+    def _answer_text(self, request: SharedFields, prompt: Sequence[int]) -> AnswerText:
+        """The text of an answer to ``prompt``, not yet begun."""
+        controls = self._control_names if request.stops else None
+        if not isinstance(request, ChatRequest):
+            return AnswerText(self.tokenizer, request.stops, controls=controls)
+        return AnswerText(
+            self.tokenizer,
+            request.stops,
+            self._marks,
+            controls,
+            self.output_format.unsearched,
+            bool(self._is_thinking(prompt)),
+        )
 
     def _decode_requests(
         self,
@@ -586,9 +593,8 @@ class Service:
                 param=request.prompt_name,
                 code="context_length_exceeded",
             )
-        return min(
-            request.longest or self.options.max_new_tokens, self.options.max_new_tokens, most - num_prompt
-        )
+        longest = self.options.max_new_tokens if request.longest is None else request.longest
+        return min(max(1, longest), self.options.max_new_tokens, most - num_prompt)
 
     def _check_tokens(self, ids: Sequence[int], param: str) -> None:
         size = vocab_size(self.model.base)

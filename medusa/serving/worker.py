@@ -40,6 +40,8 @@ class Update:
     """Forward passes that it took so far, the reading of the prompt included as one."""
     finish_reason: str | None = None
     """"stop", "length", "timeout", "overloaded", "form", "shutdown" or "error": the last update."""
+    is_stopped: bool = False
+    """A stop string has ended the answer."""
 
 
 class Answer:
@@ -55,6 +57,7 @@ class Answer:
         seconds: float = float("inf"),
         owner: Hashable = None,
         prediction: Sequence[int] = (),
+        only_reads: bool = False,
     ):
         self.row = Row(request, tag=weakref.ref(self), owner=owner)  # no cycle: its memory goes with it
         self.text = text
@@ -70,6 +73,8 @@ class Answer:
         self._num_told = 0
         self.prediction = prediction
         """Tokens that the client expects."""
+        self.only_reads = only_reads
+        """The prompt is read for the next request, and the token behind it is told to nobody."""
         self.finish_reason: str | None = None
         """The finish reason of the last update."""
 
@@ -246,6 +251,9 @@ class Worker:
             self._end(answer, "error")
             return
         tokens = output.tokens
+        if answer.only_reads:
+            tokens = []
+            reason = "length"
         num_text = len(tokens) - (reason == "stop" and tokens[-1] in row.request.eos_ids)
         now = time.monotonic()
         num_prompt = int(row.request.lengths[0])
@@ -288,7 +296,8 @@ class Worker:
             answer.finish_reason = reason
             if reason in ("stop", "length"):
                 self._remember(answer.row)
-        answer.listener(Update(pieces, logprobs, answer.num_tokens, answer.num_steps, reason))
+        is_stopped = answer.text.is_stopped
+        answer.listener(Update(pieces, logprobs, answer.num_tokens, answer.num_steps, reason, is_stopped))
 
     def _remember(self, row: Row) -> None:
         """Add prompt and answer to what later answers to the same owner are guessed from."""

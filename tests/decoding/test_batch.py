@@ -152,11 +152,12 @@ def test_in_int8_too_a_request_says_what_it_says_alone(do_sample):
         assert row.tokens == alone(model, prompt, given_options)
 
 
-def test_rows_that_outgrow_the_slots_step_back_and_go_on_as_if_nothing_had_been():
+@pytest.mark.parametrize("prefix_bytes", [0, 2**20])
+def test_rows_that_outgrow_the_slots_step_back_and_go_on_as_if_nothing_had_been(prefix_bytes):
     model = model_of("llama")
     prompts = random_prompts(2, 232).tolist()  # with a draft they just fit in 256 slots
     rows = [row_of(model, prompt, max_new_tokens=270, do_sample=True, seed=7) for prompt in prompts]
-    batch = model.continuous_batch(BatchLimits(max_rows=3, max_slots=1024, prefix_bytes=0))
+    batch = model.continuous_batch(BatchLimits(max_rows=3, max_slots=1024, prefix_bytes=prefix_bytes))
     stepped_back = 0
     for row in rows:
         batch.add(row)
@@ -166,6 +167,7 @@ def test_rows_that_outgrow_the_slots_step_back_and_go_on_as_if_nothing_had_been(
         stepped_back += batch.num_rows < running - ended
         assert batch.num_slots <= 1024
     assert stepped_back > 0
+    assert [row.num_reused for row in rows] == [0, 0]  # not what they have read themselves
     for row, prompt in zip(rows, prompts, strict=True):
         assert row.tokens == alone(model, prompt, {"max_new_tokens": 270, "do_sample": True, "seed": 7})
 

@@ -244,6 +244,11 @@ def test_reasoning_is_told_apart_and_the_same_in_streams(thinker):
     for name in ("reasoning", "reasoning_content"):
         assert "".join(getattr(delta, name, None) or "" for delta in deltas) == text.strip()
     assert not any(delta.content for delta in deltas)
+    stopped = client.chat.completions.create(**asked, stop=text.strip()[:1]).choices[0]
+    assert (stopped.message.reasoning, stopped.finish_reason) == (
+        text.strip(),
+        "length",
+    )  # in it none is found
 
 
 def test_the_template_is_told_whether_and_how_much_to_think(thinker):
@@ -392,6 +397,27 @@ def test_the_chosen_token_of_a_completion_is_among_the_likeliest(server):
             assert 1 <= len(top) <= number + 1 and (top[token] == logprob or "\ufffd" in token)
 
 
+def test_a_completion_of_no_tokens_reads_its_prompt(server):
+    body = {"prompt": ["Hello, nobody has asked", "a"], "max_tokens": 0, "n": 2, "logprobs": 1}
+    whole = post(server, "/v1/completions", body).json()
+    for choice in whole["choices"]:
+        assert (choice["text"], choice["finish_reason"], choice["logprobs"]["tokens"]) == ("", "length", [])
+    assert whole["usage"]["completion_tokens"] == 0
+    echoed = post(server, "/v1/completions", {"prompt": "Hello", "max_tokens": 0, "echo": True}).json()
+    assert echoed["choices"][0]["text"] == "Hello"
+    streamed = post(server, "/v1/completions", {"prompt": "Hello", "max_tokens": 0, "stream": True}).text
+    assert json.loads(streamed.splitlines()[0].removeprefix("data: "))["choices"][0]["text"] == ""
+    following = post(server, "/v1/completions", {"prompt": "Hello, nobody has asked", "max_tokens": 1}).json()
+    usage = following["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["", "\x00"]])
+def test_an_empty_stop_string_is_none(server, stop):
+    text = ask(server, seed=1, temperature=1).json()["choices"][0]
+    assert ask(server, seed=1, temperature=1, stop=stop).json()["choices"][0] == text
+
+
 def target(server: Running, line: str, host: str = "localhost") -> str:
     """The head of the answer to a request with this target."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as asking:
@@ -399,8 +425,10 @@ def target(server: Running, line: str, host: str = "localhost") -> str:
         return b"".join(iter(lambda: asking.recv(65536), b"")).decode().partition("\r\n\r\n")[0]
 
 
-def test_a_trailing_slash_is_another_path_and_an_absolute_target_the_same(server):
-    assert " 404 " in target(server, "/health/") and " 404 " in target(server, "/v1/models/?a=1")
+def test_a_path_with_a_trailing_slash_and_an_absolute_target_are_the_same(server):
+    for line in ("/health/", "/v1/models/?a=1", "/v1/models/tiny/", "//", "http://localhost/health/"):
+        assert " 200 " in target(server, line), line
+    assert " 404 " in target(server, "/v1/model/")
     for line in ("http://localhost/health", "HTTP://127.0.0.1:80/health", "http://localhost/v1/models?a=1"):
         assert " 200 " in target(server, line, "elsewhere.example")
     assert " 403 " in target(server, "http://elsewhere.example/health")

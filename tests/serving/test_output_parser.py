@@ -14,7 +14,9 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from medusa.serving.output_formats import OutputFormat, detect_format
 from medusa.serving.output_parser import OutputParser
-from medusa.text_stream import AnswerText
+from medusa.serving.replies import read as read_update
+from medusa.serving.worker import Update
+from medusa.text_stream import AnswerText, Piece
 
 TOKENIZER = chat_tokenizer()
 TOOLS = {
@@ -52,6 +54,7 @@ def read(
     form: OutputFormat, text: str, sizes: list[int], **options
 ) -> tuple[str, str, list[tuple[str, dict]]]:
     """What is thought, what is said, and the calls."""
+    as_written = options.pop("as_written", False)
     reader, parts, at, turn = OutputParser(form, options.pop("tools", TOOLS), **options), [], 0, 0
     while at < len(text):
         size = sizes[turn % len(sizes)]
@@ -69,7 +72,11 @@ def read(
     thought, said = (
         "".join(part.text for part in parts if part.kind == kind) for kind in ("reasoning", "text")
     )
-    return thought, said, [(name, json.loads(arguments)) for name, arguments in calls]
+    return (
+        thought,
+        said,
+        [(name, arguments if as_written else json.loads(arguments)) for name, arguments in calls],
+    )
 
 
 WRITTEN = [
@@ -81,8 +88,15 @@ WRITTEN = [
     (HERMES, f"<tool_call>{CALL}", "", [OSLO]),
     (HERMES, f"<tool_call>[{OTHER}, {CALL}]</tool_call>", "", [TIME, OSLO]),
     (HERMES, '<tool_call>{"arguments": {"city": "Oslo"}, "name": "weather"}</tool_call>', "", [OSLO]),
-    (HERMES, '<tool_call>{"arguments": {"days": 1e999}, "name": "weather"}</tool_call>', None, []),
-    (HERMES, '<tool_call>{"arguments": {"days": NaN}, "name": "weather"}</tool_call>', None, []),
+    *(
+        (
+            HERMES,
+            f'<tool_call>{{"arguments": {{"days": {days}}}, "name": "weather"}}</tool_call>',
+            "",
+            [("weather", {"days": days})],
+        )
+        for days in ("1e999", "NaN")
+    ),
     (HERMES, '<tool_call>{"arguments": {}, "name": "rm"}</tool_call>', None, []),
     (HERMES, "<tool_call>{broken</tool_call>", None, []),
     (HERMES, '<tool_call>{"name": "rm", "arguments": {}}</tool_call>', None, []),
@@ -152,6 +166,115 @@ def test_calls_are_found_and_all_else_stays_text_however_it_is_cut(form, text, s
 def test_a_text_without_calls_is_what_the_model_wrote(text, sizes):
     for form in (HERMES, XML, PYTHON):
         assert read(form, text, sizes) == ("", text, [])
+
+
+MARKED = "<tool_call>{}</tool_call>"
+FENCED = "```json\n{}\n```"
+IN_LINES = ("weather", {"city": 'Os\nlo\t"C:\\d"'})
+NAMED = '"name": "weather", "arguments": {"city": "Oslo"}'
+FORMS_OF_CALLS = [  # one call, or more of them, as models write it
+    (f"{{{{{NAMED}}}}}", [OSLO]),
+    ('{{"name": "weather", "arguments": {{"city": "Oslo"}}}}', [OSLO]),
+    (f'{{{{"id": "call_1", {NAMED}}}}}', [OSLO]),
+    (f'{{"type": "function", {NAMED}}}', [OSLO]),
+    (f'{{"id": "call_1", {NAMED}}}', [OSLO]),
+    (f'{{{NAMED}, "id": "call_1", "more": {{"a": [1, "}}"]}}}}', [OSLO]),
+    ('{"name": "weather", "id": 1, "arguments": {"city": "Oslo"}}', [OSLO]),
+    (f'{{"type": "function", "function": {{{NAMED}}}}}', [OSLO]),
+    (f'{{"id": "call_1", "function": {{{NAMED}}}, "type": "function"}}', [OSLO]),
+    ('{"function": {"name": "weather", "arguments": "{\\"city\\": \\"Oslo\\"}"}}', [OSLO]),
+    ('{"name": "weather", "arguments": "{\'city\': \'Oslo\',}"}', [OSLO]),
+    ('{"name": "time", "arguments": ""}', [TIME]),
+    ('{"name": "time", "arguments": null}', [TIME]),
+    ('{"parameters": null, "name": "time"}', [TIME]),
+    ('{"name": "time"}', [TIME]),
+    ('{"type": "function", "function": {"name": "time"}}', [TIME]),
+    (f"{CALL}; {OTHER};{OTHER}", [OSLO, TIME, TIME]),
+    (f"{CALL}, {OTHER}", [OSLO, TIME]),
+    (f'[{{{NAMED}, "id": "a"}}, {{"id": "b", {NAMED}}}, {OTHER},]', [OSLO, OSLO, TIME]),
+    ("{'name': 'weather', 'arguments': {'city': 'Os\\nlo\\t\"C:\\\\d\"'}}", [IN_LINES]),
+    ('{"name": "weather", "arguments": {"city": "Os\nlo\t\\"C:\\d\\""}}', [IN_LINES]),
+    ('{"arguments": {"city": "Os\nlo\t\\"C:\\d\\""}, "name": "weather"}', [IN_LINES]),
+    (
+        '{"name": "weather", "arguments": {"place": None, "now": True, "days": 3,},}',
+        [("weather", {"place": None, "now": True, "days": 3})],
+    ),
+]
+NO_CALLS = [
+    '{"name": "weather"}',  # which needs a city
+    '{"name": "time", "size": 1}',
+    '{"type": "function", "function": {"name": "time", "description": "", "parameters": {}}}',
+    '{"name": "weather", "arguments": 5}',
+    '{"name": "weather", "arguments": "Oslo"}',
+    '{"id": "call_1", "name": "rm", "arguments": {}}',
+    '{"type": "function", "function": "time"}',
+    '{{"name": "rm", "arguments": {}}}',
+    '{"title": "Oslo", "name": "time"}',
+]
+
+
+def cut_anywhere(text: str) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """What is read of ``text``: whole, letter by letter, and in two pieces for every place between them;
+    each once."""
+    found = [read(HERMES, text, [at, len(text)], as_written=True) for at in range(1, len(text) + 1)]
+    found.append(read(HERMES, text, [1], as_written=True))
+    return [each for at, each in enumerate(found) if each not in found[:at]]
+
+
+PLACES = ["{}", MARKED, FENCED, "[{}]"]
+IN_PLACES = [
+    (place.replace("{}", text), calls)
+    for text, calls in FORMS_OF_CALLS
+    for place in PLACES[: 3 if text[0] == "[" or ";" in text else 4]
+]
+
+
+@pytest.mark.parametrize("text, calls", IN_PLACES)
+def test_each_form_of_a_call_is_read_the_same_wherever_its_text_is_cut(text, calls):
+    ((thought, said, written),) = cut_anywhere(text)
+    assert (thought, said) == ("", "")
+    assert [(name, json.loads(arguments)) for name, arguments in written] == calls
+
+
+@pytest.mark.parametrize("place", ["{}", FENCED])
+@pytest.mark.parametrize("text", NO_CALLS)
+def test_objects_that_only_resemble_a_call_stay_text(text, place):
+    text = place.replace("{}", text)
+    assert cut_anywhere(text) == [("", text, [])]
+
+
+@pytest.mark.parametrize("text", ['{"title": "Oslo', '```json\n{"title": "Oslo'])
+def test_an_answer_that_is_json_is_not_held_back(text):
+    assert "".join(part.text for part in OutputParser(HERMES, TOOLS).feed(text)) == text
+
+
+UNCLOSED = [
+    (HERMES, '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"</tool_call>', OSLO),
+    (HERMES, '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}</tool_call>', OSLO),
+    (HERMES, '<tool_call>{"name": "weather", "arguments": {"city": "Oslo', OSLO),
+    (XML, "<function=weather>\n<parameter=city>\nOslo", OSLO),
+    (XML, "<function=weather>\n<parameter=days>\n5", ("weather", {"days": 5})),
+    (XML, "<function=weather>\n<parameter=", ("weather", {"": ""})),
+    (HARMONY, '<|channel|>commentary to=functions.weather<|message|>{"city": "Oslo"<|call|>', OSLO),
+    (HARMONY, '<|channel|>commentary to=functions.weather<|message|>{"city": "Oslo', OSLO),
+    (HARMONY, "<|channel|>commentary to=functions.time<|message|><|call|>", TIME),
+    (HARMONY, '<|channel|>commentary to=functions.weather<|message|>{"city": "Oslo"}}\n<|call|>', OSLO),
+]
+
+
+@pytest.mark.parametrize("form, text, call", UNCLOSED)
+def test_arguments_that_a_model_leaves_open_are_closed_where_its_answer_ends(form, text, call):
+    assert read(form, text, [1]) == ("", "", [call])
+
+
+@pytest.mark.parametrize(
+    "reason, is_stopped, end", [("stop", False, '"}'), ("stop", True, ""), ("length", False, "")]
+)
+@pytest.mark.parametrize("form, text", [(form, text) for form, text, _ in UNCLOSED if text.endswith("Oslo")])
+def test_arguments_stay_open_where_the_answer_was_cut(form, text, reason, is_stopped, end):
+    update = Update([Piece(text, 0)], finish_reason=reason, is_stopped=is_stopped)
+    parts, _ = read_update(OutputParser(form, TOOLS), update)
+    assert "".join(part.text for part in parts if part.kind == "arguments") == f'{{"city": "Oslo{end}'
 
 
 ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
@@ -412,6 +535,48 @@ def test_control_tokens_are_no_text_unless_they_tell_parts_apart():
         answer = AnswerText(TOKENIZER, marks=marks)
         pieces = answer.feed(tokens, [0] * len(tokens))[1] + answer.finish()
         assert "".join(piece.text for piece in pieces) == text
+
+
+REASONING = [  # the format, whether the prompt has begun the reasoning, the answer, and its text up to "b"
+    (THINKING, False, "<think>a b</think>\n\nab", "<think>a b</think>\n\na"),
+    (THINKING, False, " <think>b", " <think>b"),
+    (THINKING, True, "b</thin b</think>ab", "b</thin b</think>a"),
+    (THINKING, True, "ab", "ab"),
+    (THINKING, False, "a <think>b</think>b", "a <think>"),
+    (THINKING, False, "<thib", "<thi"),
+    (THINKING, False, "<", "<"),
+    (OutputFormat(), False, "<think>b</think>", "<think>"),
+    (
+        HARMONY,
+        False,
+        f"{ANALYSIS}b<|channel|>final<|message|>ab",
+        f"{ANALYSIS}b<|channel|>final<|message|>a",
+    ),
+    (HARMONY, False, "ab", "a"),
+]
+
+
+@pytest.mark.parametrize("form, in_reasoning, text, sent_text", REASONING)
+@pytest.mark.parametrize("size", [1, 3, 99])
+def test_stop_strings_are_not_looked_for_in_reasoning(form, in_reasoning, text, sent_text, size):
+    tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    marks = {id: token.content for id, token in TOKENIZER.added_tokens_decoder.items()}
+    answer = AnswerText(TOKENIZER, ["b"], marks, None, form.unsearched, in_reasoning)
+    steps = [tokens[at : at + size] for at in range(0, len(tokens), size)]
+    pieces = [answer.feed(step, [0] * len(step))[1] for step in steps]
+    assert "".join(piece.text for each in [*pieces, answer.finish()] for piece in each) == sent_text
+    assert answer.is_stopped == (sent_text != text)
+
+
+def test_reasoning_is_sent_as_it_comes_and_a_stop_string_that_ends_an_answer_in_its_tag_is_found():
+    answer = AnswerText(TOKENIZER, ["think"], reasoning_tags=("<think>", "</think>"))
+    fed = [answer.feed([token], [0])[1] for token in TOKENIZER("<think>ab</a")["input_ids"]]
+    texts = ["".join(piece.text for piece in each) for each in fed]
+    assert texts == ["", "", "", "", "", "", "<think>", "a", "b", "", "", "</a"]
+    answer = AnswerText(TOKENIZER, ["hi"], reasoning_tags=("<think>", "</think>"))
+    tokens = TOKENIZER("<thi")["input_ids"]
+    assert answer.feed(tokens, [0] * 4) == (4, [])
+    assert [piece.text for piece in answer.finish()] == ["<", "t"] and answer.is_stopped
 
 
 @pytest.mark.parametrize("step", [1, 2, 9])

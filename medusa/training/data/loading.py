@@ -463,7 +463,8 @@ def _tokenise_into(spool: Path, name: str, options: DataOptions, tokenizer: Any)
     """The path of a new dataset called ``name`` in ``spool``."""
     counts: Counter[str] = Counter()
     renderer = Renderer(tokenizer, options.template_kwargs, options.max_length)
-    texts = _rendered(read_examples(options.data, options.data_split), renderer, counts)
+    skipped: list[str] = []
+    texts = _rendered(read_examples(options.data, options.data_split, skipped), renderer, counts, skipped)
     write_documents(spool / "all", filtered(tokenise(tokenizer, texts), options, counts))
     documents = read_documents(spool / "all")
     if not len(documents):
@@ -505,14 +506,18 @@ def coloured(document: Document, tokenizer: Any) -> Text:
 
 
 def _rendered(
-    examples: Iterable[Example], renderer: Renderer, counts: Counter[str]
+    examples: Iterable[Example], renderer: Renderer, counts: Counter[str], skipped: Sequence[str]
 ) -> Iterator[RenderedText]:
+    """The documents of ``examples``; ``skipped`` says of rows that could not be read what is wrong."""
     for example in examples:
         counts["rows"] += 1
         documents = renderer.render(example)
         counts["rows without an answer"] += not documents
         yield from documents
     counts.update(renderer.skipped)
+    if skipped:
+        counts["rows"] += len(skipped)
+        counts[f"skipped: rows without text where it must be (the first: {skipped[0]})"] = len(skipped)
 
 
 def held_out_answers(provenances: Mapping[str, Mapping[str, Any]], tokenizer: Any) -> list[AnsweredTokens]:

@@ -17,7 +17,8 @@ The last two are trees of messages, as OASST has them. Other keys are ignored, e
 messages; and beside an instruction ``history``, pairs of a question and an answer, and the keys of a message.
 Messages are read by :mod:`medusa.conversations`: ``reasoning_content`` and ``tool_calls`` are the model's own
 words, ``train`` and ``weight`` exclude a message from training. A text whose row says who speaks is no plain
-text. A row that cannot be read is an error that names file and row; rows count from 1.
+text. A row that cannot be read is an error that names file and row; rows count from 1. Training leaves out
+rows in which something that must be text is none, and counts them.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from typing import Any
 
 from medusa.conversations import (
     Message,
+    NotText,
     check_keepable,
     checked_text,
     exchange,
@@ -74,8 +76,11 @@ class Example:
     """Chat template options: tools, and the row's chat_template_kwargs."""
 
 
-def read_examples(sources: Sequence[str], split: str = "train") -> Iterator[Example]:
-    """The rows of all ``sources`` in order; ``split`` names the part of a hub data set.
+def read_examples(
+    sources: Sequence[str], split: str = "train", skipped: list[str] | None = None
+) -> Iterator[Example]:
+    """The rows of all ``sources`` in order; ``split`` names the part of a hub data set. ``skipped`` gets what
+    is wrong with each row that has no text where it must; without it that is an error.
 
     Raises:
         FileNotFoundError: a source looks like a file and is not there.
@@ -87,14 +92,25 @@ def read_examples(sources: Sequence[str], split: str = "train") -> Iterator[Exam
             origin = f"{source} row {number}"
             if is_message_of_tree(row):
                 of_trees.append(TreeMessage.read(row, origin))
-            elif is_tree(row):
-                options = template_options(row, origin)
-                for messages in conversations_of(tree_in(row["prompt"], origin)):
-                    yield Example(origin, messages, template_options=options)
+                continue
+            try:
+                examples = _examples_of(row, origin)
+            except NotText as error:
+                if skipped is None:
+                    raise
+                skipped.append(str(error))
             else:
-                yield parse_row(row, origin)
+                yield from examples
         for first in joined_trees(of_trees):
             yield from (Example(first.origin, messages) for messages in conversations_of(first))
+
+
+def _examples_of(row: Any, origin: str) -> list[Example]:
+    if not is_tree(row):
+        return [parse_row(row, origin)]
+    options = template_options(row, origin)
+    conversations = conversations_of(tree_in(row["prompt"], origin))
+    return [Example(origin, messages, template_options=options) for messages in conversations]
 
 
 def expanded(sources: Sequence[str], split: str = "train") -> list[str]:
