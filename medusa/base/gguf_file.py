@@ -12,7 +12,7 @@ import math
 import re
 import struct
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -130,10 +130,25 @@ class GGUFFile:
         """The size of all tensors together."""
         return sum(entry.num_bytes for entry in self.tensors.values())
 
-    def strings(self, key: str, places: Iterable[int]) -> list[str]:
-        """The strings at ``places`` of a metadata array, which must have them."""
+    @property
+    def arrays_of_strings(self) -> Collection[str]:
+        """The keys of metadata that are arrays of strings."""
+        return self._texts.keys()
+
+    def texts(self, key: str) -> list[str]:
+        """The strings of a metadata array, which must be there."""
         texts = self._texts[key]
-        return [texts.header.text(*texts.span(place)) for place in places]
+        return [texts.header.text(*texts.span(place)) for place in range(len(texts))]
+
+    @functools.cached_property
+    def tokens(self) -> list[str]:
+        """The vocabulary, (V,) long, which must be there."""
+        return self.texts("tokenizer.ggml.tokens")
+
+    @functools.cached_property
+    def token_ids(self) -> dict[str, int]:
+        """The ids of :attr:`tokens`."""
+        return {text: token for token, text in enumerate(self.tokens)}
 
     def rows(self, name: str) -> Tensor:
         """The bytes of a tensor's rows, (R, bytes) uint8: a view of the mapped file."""
@@ -224,6 +239,9 @@ class _Texts:
     header: _Header
     bounds: array[int]
     """The start and the end of each."""
+
+    def __len__(self) -> int:
+        return len(self.bounds) // 2
 
     def span(self, place: int) -> tuple[int, int]:
         return self.bounds[2 * place], self.bounds[2 * place + 1]
