@@ -211,9 +211,10 @@ def begins_as_gguf(path: Path) -> bool:
 
 
 def _parts(path: Path) -> list[Path]:
-    """The files of the model that ``path`` belongs to, in order."""
+    """The files of the model that ``path`` belongs to, in order. A name with a number that its count has not
+    is no part's."""
     match = _SPLIT.fullmatch(path.name)
-    if match is None:
+    if match is None or not 1 <= int(match["number"]) <= int(match["count"]):
         return [path]
     count = int(match["count"])
     names = (f"{match['stem']}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1))

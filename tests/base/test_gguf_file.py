@@ -75,6 +75,13 @@ def test_parts_of_a_model_are_one_and_each_names_all(model, tmp_path):
         GGUFFile.open(parts[0])
 
 
+@pytest.mark.parametrize("name", ["m-00001-of-00000", "m-00000-of-00002", "m-00005-of-00003"])
+def test_a_name_that_numbers_no_part_is_that_of_a_whole_model(model, tmp_path, name):
+    path = tmp_path / f"{name}.gguf"
+    path.write_bytes(model.read_bytes())
+    assert GGUFFile.open(path).path == path and find_base(tmp_path).gguf.path == path
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_configuration_and_weights_are_those_that_transformers_reads(architecture, tmp_path):
     path = write_model(tmp_path / "tiny.gguf", architecture, is_tied=architecture != "qwen2")
@@ -143,6 +150,16 @@ def test_a_file_on_the_hub_is_named_by_its_quantisation(model, hub):
         find_base("ada/tiny-GGUF")
     hub.fails_at = "."
     assert find_base("ada/tiny-GGUF:q4_k_m").gguf.path.name == "tiny-Q4_K_M.gguf", "from the cache"
+
+
+def test_a_cache_with_only_another_part_of_the_model_says_so(model, hub, tmp_path):
+    first, second = split(model, tmp_path)
+    hub.put("ada/tiny-GGUF", {first.name: first.read_bytes(), second.name: second.read_bytes()})
+    source = find_base("ada/tiny-GGUF:tiny")
+    source.gguf.path.unlink()
+    hub.fails_at = "."
+    with pytest.raises(FileNotFoundError, match=r"only other parts of ada/tiny-GGUF:tiny than tiny-00001-of"):
+        find_base("ada/tiny-GGUF:tiny")
 
 
 # ------------------------------------------------------------------ files that are not what they say
