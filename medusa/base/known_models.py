@@ -60,5 +60,5 @@ def model_signature(file: GGUFFile) -> str:
     for name, entry in sorted(file.tensors.items()):
         if entry.type == F32 and len(entry.shape) == 1:
             digest.update(name.encode())
-            digest.update(memoryview(file.rows(name).numpy()))
+            digest.update(file.rows(name).numpy().tobytes())
     return digest.hexdigest()

@@ -347,7 +347,7 @@ class QuantisedDirectory:
         """Outputs and inputs that share a scale, in an FP8 matrix with scales of this shape."""
         num_outputs, num_inputs = layer.shape
         rows, columns = (*scales, 1, 1)[:2]
-        settings = [self.settings.get("weight_block_size")]
+        settings: list[Any] = [self.settings.get("weight_block_size")]
         settings += [_as_settings(scheme.get("weights")).get("block_structure") for scheme in self._schemes]
         blocks = [(size[0], size[1]) for size in settings if _is_block(size)]
         if rows in (1, num_outputs) and num_inputs % columns == 0:  # of channels, or of the matrix
@@ -532,7 +532,7 @@ def described_settings(config: PreTrainedConfig) -> str:
     if method == "mxfp4":
         return "experts in mxfp4, a scale for 32 weights"
     if method == "fp8":
-        block = settings.get("weight_block_size")
+        block: Any = settings.get("weight_block_size")
         scaled_part = f"{block[0]}x{block[1]} weights" if _is_block(block) else "each matrix"
         return f"fp8, a scale for {scaled_part}"
     weights = [_as_settings(scheme.get("weights")) for scheme in _schemes_of(settings)]

@@ -1,3 +1,4 @@
+import os
 import re
 import struct
 import sys
@@ -150,6 +151,33 @@ def test_a_file_on_the_hub_is_named_by_its_quantisation(model, hub):
         find_base("ada/tiny-GGUF")
     hub.fails_at = "."
     assert find_base("ada/tiny-GGUF:q4_k_m").gguf.path.name == "tiny-Q4_K_M.gguf", "from the cache"
+
+
+def test_a_file_that_is_cut_while_it_is_held_says_so(model, tmp_path):
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(model.read_bytes())
+    file = GGUFFile.open(path)
+    size = path.stat().st_size
+    os.truncate(path, size // 2)
+    kept, lost = min(file.tensors.values(), key=place), max(file.tensors.values(), key=place)
+    assert file.rows(kept.name).numel() == kept.num_bytes
+    for read in (file.rows, file.floats):
+        with pytest.raises(ValueError, match=rf"cut.gguf had {size} bytes .* was cut to {size // 2} since"):
+            read(lost.name)
+    with pytest.raises(ValueError, match="was cut to"):
+        gguf_model.load_widened(file, gguf_model.gguf_config(file), torch.float32)
+
+
+def place(entry):
+    return entry.offset
+
+
+def test_a_file_that_takes_the_name_of_one_that_is_held_changes_nothing(model, tmp_path):
+    path = tmp_path / "held.gguf"
+    path.write_bytes(model.read_bytes())
+    file, expected = GGUFFile.open(path), GGUFFile.open(model)
+    os.replace(write_model(tmp_path / "new.gguf", "qwen2", seed=1), path)
+    assert all(torch.equal(file.rows(name), expected.rows(name)) for name in expected.tensors)
 
 
 def test_a_cache_with_only_another_part_of_the_model_says_so(model, hub, tmp_path):
