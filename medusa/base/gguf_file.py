@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import math
+import mmap
 import re
 import struct
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -81,6 +82,7 @@ class GGUFFile:
     """The values by key; an array of strings is its length."""
     tensors: Mapping[str, TensorEntry] = field(repr=False)
     _texts: Mapping[str, _Texts] = field(repr=False, compare=False)
+    _files: Mapping[Path, _MappedFile] = field(repr=False, compare=False)
 
     @classmethod
     def open(cls, path: str | Path) -> GGUFFile:
@@ -97,8 +99,9 @@ class GGUFFile:
         metadata: dict[str, Any] = {}
         tensors: dict[str, TensorEntry] = {}
         texts: dict[str, _Texts] = {}
+        files = {part: _MappedFile(part) for part in parts}
         for part in reversed(parts):  # what the first part says, counts
-            header = _Header(part)
+            header = _Header(files[part])
             part_metadata, entries = header.read()
             metadata.update(part_metadata)
             texts.update(header.texts)
@@ -108,7 +111,7 @@ class GGUFFile:
                 tensors[entry.name] = entry
         if not isinstance(metadata.get("general.architecture"), str):
             raise ValueError(f"{path} must name its architecture (general.architecture), and does not")
-        return cls(parts[0], metadata, tensors, texts)
+        return cls(parts[0], metadata, tensors, texts, files)
 
     @staticmethod
     def parts(path: Path) -> list[Path]:
@@ -130,16 +133,36 @@ class GGUFFile:
         """The size of all tensors together."""
         return sum(entry.num_bytes for entry in self.tensors.values())
 
-    def strings(self, key: str, places: Iterable[int]) -> list[str]:
-        """The strings at ``places`` of a metadata array, which must have them."""
+    @property
+    def arrays_of_strings(self) -> Collection[str]:
+        """The keys of metadata that are arrays of strings."""
+        return self._texts.keys()
+
+    def texts(self, key: str) -> list[str]:
+        """The strings of a metadata array, which must be there."""
         texts = self._texts[key]
-        return [texts.header.text(*texts.span(place)) for place in places]
+        return [texts.header.text(*texts.span(place)) for place in range(len(texts))]
+
+    @functools.cached_property
+    def tokens(self) -> list[str]:
+        """The vocabulary, (V,) long, which must be there."""
+        return self.texts("tokenizer.ggml.tokens")
+
+    @functools.cached_property
+    def token_ids(self) -> dict[str, int]:
+        """The ids of :attr:`tokens`."""
+        return {text: token for token, text in enumerate(self.tokens)}
 
     def rows(self, name: str) -> Tensor:
-        """The bytes of a tensor's rows, (R, bytes) uint8: a view of the mapped file."""
+        """The bytes of a tensor's rows, (R, bytes) uint8: a view of the mapped file.
+
+        Raises:
+            ValueError: the file was cut after it had been opened.
+        """
         entry = self.tensors[name]
-        view = _mapped(entry.file)[entry.offset : entry.offset + entry.num_bytes]
-        return view.view(-1, entry.row_bytes)
+        file = self._files[entry.file]
+        file.check_reaches(entry.offset + entry.num_bytes)
+        return file.bytes[entry.offset : entry.offset + entry.num_bytes].view(-1, entry.row_bytes)
 
     def plain(self, name: str) -> Tensor:
         """A tensor of one of :data:`FLOAT_TYPES` in its own type and shape: a view of the mapped file."""
@@ -196,25 +219,42 @@ def begins_as_gguf(path: Path) -> bool:
 
 
 def _parts(path: Path) -> list[Path]:
-    """The files of the model that ``path`` belongs to, in order."""
+    """The files of the model that ``path`` belongs to, in order. A name with a number that its count has not
+    is no part's."""
     match = _SPLIT.fullmatch(path.name)
-    if match is None:
+    if match is None or not 1 <= int(match["number"]) <= int(match["count"]):
         return [path]
     count = int(match["count"])
     names = (f"{match['stem']}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1))
     return [path.with_name(name) for name in names]
 
 
-@functools.lru_cache(16)
-def _mapped_as_of(path: Path, modified: int, size: int) -> Tensor:
-    """The bytes of a file, mapped once for each time that it was written: ``modified`` is part of the key."""
-    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+class _MappedFile:
+    """A file that is mapped into memory, and open as long: another file that takes its name changes nothing.
 
+    To read what was cut off since kills the process (SIGBUS), so its size is asked for before.
+    """
 
-def _mapped(path: Path) -> Tensor:
-    """The bytes of a file, mapped into memory."""
-    stat = path.stat()
-    return _mapped_as_of(path, stat.st_mtime_ns, stat.st_size)
+    def __init__(self, path: Path):
+        self.path = path
+        self.size = path.stat().st_size
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        """(size,) uint8."""
+        if self.size == 0:
+            return
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self.size = len(self._map)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def check_reaches(self, end: int) -> None:
+        """Raise ValueError where the file, as it is now, ends before byte ``end``."""
+        size = self._map.size()
+        if size < end:
+            raise ValueError(
+                f"GGUF file {self.path} had {self.size} bytes when it was opened, and was cut to {size} "
+                "since; copy or download it again, under another name while it is in use"
+            )
 
 
 @dataclass(frozen=True)
@@ -225,6 +265,9 @@ class _Texts:
     bounds: array[int]
     """The start and the end of each."""
 
+    def __len__(self) -> int:
+        return len(self.bounds) // 2
+
     def span(self, place: int) -> tuple[int, int]:
         return self.bounds[2 * place], self.bounds[2 * place + 1]
 
@@ -232,13 +275,14 @@ class _Texts:
 class _Header:
     """The header of one file, read from its start to its end."""
 
-    def __init__(self, path: Path):
-        self._path = path
-        self._size = path.stat().st_size
+    def __init__(self, file: _MappedFile):
+        self._path = file.path
+        self._size = file.size
         self._at = 0  # the next byte to read
         if self._size < 24:
             raise self._damaged("it is shorter than a header")
-        self._bytes = memoryview(cast(Any, _mapped(path).numpy()))
+        file.check_reaches(self._size)
+        self._bytes = memoryview(cast(Any, file.bytes.numpy()))
         self.texts: dict[str, _Texts] = {}
 
     def read(self) -> tuple[dict[str, Any], list[TensorEntry]]:

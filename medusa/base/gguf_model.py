@@ -1,4 +1,4 @@
-"""Configuration, tokenizer and names of weights of a model in a GGUF file, in the terms of ``transformers``.
+"""Configuration and names of weights of a model in a GGUF file, in the terms of ``transformers``.
 
 ``transformers`` knows what the metadata of each architecture mean; here it is asked without reading the
 vocabulary, or a whole model, each time.
@@ -6,7 +6,6 @@ vocabulary, or a whole model, each time.
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,19 +18,15 @@ import numpy as np
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
-from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations.gguf import (
     GGUF_ARCHS,
     GGUF_CONFIG_ARCHS,
-    convert_gguf_tokenizer,
     get_gguf_config,
     get_gguf_conversion_mapping,
-    get_gguf_tokenizer,
 )
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.modeling_gguf_pytorch_utils import (
     GGUF_SUPPORTED_ARCHITECTURES,
     TENSOR_PROCESSORS,
@@ -39,27 +34,12 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from medusa.base.experts import arranged, expert_matrices, is_experts
-from medusa.base.gguf_file import INFILL_TOKENS, GGUFFile, check_shape
-from medusa.console import log_console
+from medusa.base.gguf_file import GGUFFile, check_shape
+from medusa.base.gguf_tokenizer import end_tokens
+from medusa.base.gguf_tokenizer import gguf_tokenizer as gguf_tokenizer
 
-END_TOKENS = frozenset(
-    {
-        "<|endoftext|>",
-        "<|end_of_text|>",
-        "<|im_end|>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|end|>",
-        "<end_of_turn>",
-        "<turn|>",
-        "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    }
-)
-"""Control tokens that end an answer in every vocabulary that has them: a file names one of them only."""
 MOST_INPUTS = 2**20
 """Inputs of a layer: far more than any model has."""
-PLAIN_SPLITS = frozenset({None, "default", "gpt-2"})
-"""Names of the split of GPT-2."""
 BLOCK_NUMBER = re.compile(r"\.(\d+)\.")
 """The number of a layer in the name of a module."""
 SIZES = {
@@ -83,8 +63,6 @@ YARN = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
-DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell"})
-"""Names of splits that take digits one by one, and the rest as GPT-2."""
 
 
 def gguf_config(file: GGUFFile) -> PreTrainedConfig:
@@ -156,9 +134,6 @@ def _explained_metadata(file: GGUFFile) -> Iterator[None]:
 
 _NO_MODEL = (ValueError, TypeError, ArithmeticError, StrictDataclassError)
 """The errors of ``transformers`` for settings that make no model."""
-NFC_SPLITS = {"qwen2", "qwen35", "deepseek-r1-qwen"}
-"""Kinds of splits before which the tokenizers of ``transformers`` compose characters (NFC); a file does not
-say so."""
 _NO_MODELS = {"general", "tokenizer", "t5", "umt5", "mistral"}
 """Names in the lists of ``transformers`` that are no causal language models, or that no file has: llama.cpp
 calls Mistral "llama"."""
@@ -197,93 +172,6 @@ def _write_metadata(file: GGUFFile, path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def gguf_tokenizer(file: GGUFFile) -> Any:
-    """The tokenizer of the model in ``file``, with its chat template.
-
-    Raises:
-        ValueError: the file has none, or one of an unknown kind.
-    """
-    if not isinstance(file.metadata.get(_TOKENS), int):
-        raise ValueError(f"{file.path} has no tokenizer; give one: --tokenizer DIRECTORY")
-    try:
-        architecture, vocabulary, settings = get_gguf_tokenizer(str(file.path))
-        backend, special_tokens = convert_gguf_tokenizer(architecture, vocabulary)
-    except (KeyError, IndexError, TypeError) as error:
-        raise ValueError(
-            f"the tokenizer in {file.path} cannot be read ({type(error).__name__}: {error}); "
-            "give one: --tokenizer DIRECTORY"
-        ) from error
-    backend = _without_more(backend, len(vocabulary["tokens"]))
-    split = vocabulary.get("pre_tokenizer_type")
-    if vocabulary.get("tokenizer_type") == "gpt2" and split not in GGUF_PRE_TOKENIZER_SPLITS:
-        if split in DIGITS_APART:
-            byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-            backend.pre_tokenizer = pre_tokenizers.Sequence(
-                [pre_tokenizers.Digits(individual_digits=True), byte_level]
-            )
-        elif split not in PLAIN_SPLITS:
-            log_console().print(
-                f"{file.path.name} splits text before its tokenizer as {split!r}, which is not known here: "
-                "it is split as GPT-2 splits it, and some tokens may be others; --tokenizer DIRECTORY gives "
-                "the model's own",
-                soft_wrap=True,
-            )
-    if split in NFC_SPLITS and backend.normalizer is None:
-        backend.normalizer = normalizers.NFC()
-    # without a name: transformers would ask the hub for a large vocabulary's, and there is none of a file
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **special_tokens)
-    tokenizer.name_or_path = str(file.path)
-    tokenizer.clean_up_tokenization_spaces = False
-    infill_tokens = _infill_tokens(file, tokenizer)
-    if infill_tokens is not None:
-        tokenizer.init_kwargs[INFILL_TOKENS] = infill_tokens
-    return tokenizer
-
-
-def _without_more(backend: Tokenizer, num_tokens: int) -> Tokenizer:
-    """``backend`` without the tokens that ``transformers`` adds to a vocabulary, for which a model of
-    ``num_tokens`` has no weights."""
-    if backend.get_vocab_size(with_added_tokens=True) <= num_tokens:
-        return backend  # at once: writing a large vocabulary as text takes a second
-    description = json.loads(backend.to_str())
-    added_tokens = [added for added in description["added_tokens"] if added["id"] < num_tokens]
-    return Tokenizer.from_str(json.dumps({**description, "added_tokens": added_tokens}))
-
-
-def _infill_tokens(file: GGUFFile, tokenizer: Any) -> dict[str, Any] | None:
-    """The value of :data:`INFILL_TOKENS` for ``file``; None where it does not say all of them."""
-    tokens = {}
-    for name in ("pre", "suf", "mid", "pad", "sep", "rep"):
-        token = file.metadata.get(f"tokenizer.ggml.fim_{name}_token_id")
-        if isinstance(token, int) and 0 <= token < len(tokenizer):
-            tokens[name] = tokenizer.convert_ids_to_tokens(token)
-    if not {"pre", "suf", "mid"} <= tokens.keys():
-        return None
-    lists = {"others": "pad", "files": "sep", "repositories": "rep"}
-    return {
-        **{"prefix": tokens["pre"], "suffix": tokens["suf"], "middle": tokens["mid"]},
-        **{key: [tokens[name]] for key, name in lists.items() if name in tokens},
-    }
-
-
-def end_tokens(file: GGUFFile) -> list[int]:
-    """The ids of the tokens that end an answer: those that the file names, and :data:`END_TOKENS`."""
-    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-    ends = {file.metadata[key] for key in keys if isinstance(file.metadata.get(key), int)}
-    kinds = file.metadata.get("tokenizer.ggml.token_type")
-    num_tokens = file.metadata.get(_TOKENS)
-    if isinstance(kinds, list) and isinstance(num_tokens, int):
-        control = [token for token, kind in enumerate(kinds[:num_tokens]) if kind == _CONTROL]
-        texts = file.strings(_TOKENS, control)
-        ends |= {token for token, text in zip(control, texts, strict=True) if text in END_TOKENS}
-    return sorted(ends)
-
-
-_TOKENS = "tokenizer.ggml.tokens"
-_CONTROL = 3
-"""The kind of control tokens, as ``tokenizer.ggml.token_type`` numbers them."""
 
 
 # ------------------------------------------------------------------ weights

@@ -269,6 +269,11 @@ def _gguf_of_repository(repository: str, tag: str, kwargs: Mapping[str, Any]) ->
             f"there {'is' if candidates == 'none' else 'are'} {candidates}"
         )
     (file,) = tagged
+    if cached and file not in cached:
+        raise FileNotFoundError(
+            f"the hub cannot be reached, and its cache has only other parts of {repository}:{tag} than "
+            f"{file}; try again when it can be"
+        )
     if cached:
         return cached[file]
     parts = [str(part) for part in GGUFFile.parts(Path(file))]

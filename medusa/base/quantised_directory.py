@@ -239,10 +239,10 @@ class QuantisedDirectory:
                 if scheme.get("format")
             ]
             for scheme in self._schemes:
-                weights = scheme.get("weights") or {}
+                weights = _as_settings(scheme.get("weights"))
                 bits = (8,) if weights.get("type") == "float" else (4, 8)
                 rules.append(("num_bits", weights.get("num_bits", 8), bits))
-            sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
+            sparsity = _as_settings(settings.get("sparsity_config")).get("format", "dense")
             rules.append(("sparsity_config.format", sparsity, ("dense",)))
             rules.append(("transform_config", bool(settings.get("transform_config")), (False,)))
         for key, value, allowed in rules:
@@ -253,8 +253,7 @@ class QuantisedDirectory:
     @property
     def _schemes(self) -> list[Mapping[str, Any]]:
         """How each group of layers is quantised, in compressed-tensors."""
-        groups = self.settings.get("config_groups") or {}
-        return [scheme for scheme in groups.values() if isinstance(scheme, Mapping)]
+        return _schemes_of(self.settings)
 
     def _form_of(self, layer: str) -> str | None:
         """The form of a layer's weight; None where it is not quantised."""
@@ -338,7 +337,7 @@ class QuantisedDirectory:
     def _group_size(self, layer: QuantisedLayer) -> int:
         """Inputs of a group: as the configuration says, where that gives as many groups."""
         num_inputs = layer.shape[1]
-        settings = [self.settings, *(scheme.get("weights") or {} for scheme in self._schemes)]
+        settings = [self.settings, *(_as_settings(scheme.get("weights")) for scheme in self._schemes)]
         for size in (setting.get("group_size") for setting in settings):
             if isinstance(size, int) and size > 0 and -(-num_inputs // size) == layer.num_groups:
                 return size
@@ -348,9 +347,9 @@ class QuantisedDirectory:
         """Outputs and inputs that share a scale, in an FP8 matrix with scales of this shape."""
         num_outputs, num_inputs = layer.shape
         rows, columns = (*scales, 1, 1)[:2]
-        settings = [self.settings.get("weight_block_size")]
-        settings += [(scheme.get("weights") or {}).get("block_structure") for scheme in self._schemes]
-        blocks = [(int(size[0]), int(size[1])) for size in settings if size]
+        settings: list[Any] = [self.settings.get("weight_block_size")]
+        settings += [_as_settings(scheme.get("weights")).get("block_structure") for scheme in self._schemes]
+        blocks = [(size[0], size[1]) for size in settings if _is_block(size)]
         if rows in (1, num_outputs) and num_inputs % columns == 0:  # of channels, or of the matrix
             blocks.append((num_outputs // rows, num_inputs // columns))
         for block in blocks:
@@ -501,6 +500,21 @@ def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
     return dict(settings if isinstance(settings, Mapping) else settings.to_dict())
 
 
+def _as_settings(value: Any) -> Mapping[str, Any]:
+    """``value`` where it is an object of settings, else none: some programs write null, or other things."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _is_block(value: Any) -> bool:
+    """Whether ``value`` is the size of a block of a matrix, two numbers."""
+    return isinstance(value, list | tuple) and [type(size) for size in value] == [int] * 2 and min(value) > 0
+
+
+def _schemes_of(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """How each group of layers is quantised, in the ``quantization_config`` of compressed-tensors."""
+    return [_as_settings(scheme) for scheme in _as_settings(settings.get("config_groups")).values()]
+
+
 def is_quantised(config: PreTrainedConfig) -> bool:
     """Whether one of :data:`METHODS` has quantised the weights of a model of this configuration."""
     return settings_of(config).get("quant_method") in METHODS
@@ -511,18 +525,17 @@ def described_settings(config: PreTrainedConfig) -> str:
     settings = settings_of(config)
     method = settings.get("quant_method")
     if method in ("gptq", "awq"):
-        size = settings.get("group_size", -1)
-        groups_of = f"groups of {size}" if size > 0 else "a group for each output"
+        size = settings.get("group_size")
+        groups_of = "a group for each output" if size in (None, -1) else f"groups of {size}"
         order = ", with an order of inputs" if settings.get("desc_act") else ""
         return f"{method} in {settings.get('bits')} bits, {groups_of}{order}"
     if method == "mxfp4":
         return "experts in mxfp4, a scale for 32 weights"
     if method == "fp8":
-        block = settings.get("weight_block_size")
-        scaled_part = f"{block[0]}x{block[1]} weights" if block else "each matrix"
+        block: Any = settings.get("weight_block_size")
+        scaled_part = f"{block[0]}x{block[1]} weights" if _is_block(block) else "each matrix"
         return f"fp8, a scale for {scaled_part}"
-    groups = settings.get("config_groups") or {}
-    weights = [scheme.get("weights") or {} for scheme in groups.values() if isinstance(scheme, Mapping)]
+    weights = [_as_settings(scheme.get("weights")) for scheme in _schemes_of(settings)]
     bits = sorted({f"{weight.get('type')} of {weight.get('num_bits')} bits" for weight in weights})
     sizes = sorted({str(weight.get("group_size") or weight.get("strategy")) for weight in weights})
     return f"{method} ({settings.get('format')}), {' and '.join(bits)}, a scale for each {' or '.join(sizes)}"

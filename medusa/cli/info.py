@@ -15,9 +15,10 @@ from rich.table import Table
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
-from medusa.assets import known_heads, shipped_heads
+from medusa.assets import shipped_heads
 from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.gguf_file import GGUFFile, is_gguf, type_name
+from medusa.base.known_models import heads_that_fit
 from medusa.base.loading import (
     BaseSource,
     explained_kind,
@@ -78,10 +79,10 @@ def _described_source(name: str, source: BaseSource) -> tuple[dict[str, Any], An
         described["weights"] = describe_weights(source.gguf)
     elif is_held_quantised(source):
         described |= describe_directory(source)
-    heads = known_heads(name)
+    heads = heads_that_fit(name)
     described["shipped_heads"] = "none" if heads is None else f"{heads}, which are used for this base"
     try:
-        tokenizer = load_tokenizer(name)
+        tokenizer = load_tokenizer(source)
     except (OSError, ValueError) as error:
         described["chat_template"] = f"no tokenizer: {str(error).splitlines()[0]}"
         return described, None

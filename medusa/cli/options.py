@@ -27,7 +27,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from medusa.assets import DEFAULT_HEADS, known_heads, named_file
+from medusa.assets import DEFAULT_HEADS, named_file
 from medusa.console import log_console, print_list
 from medusa.files import read_yaml
 from medusa.options import (
@@ -445,7 +445,11 @@ class ModelOptions:
         """The heads that are meant; None for no heads."""
         if self.heads != DEFAULT_HEADS:
             return None if self.heads == NO_HEADS else self.heads
-        return EMBEDDED_HEADS if self.base is None else known_heads(self.base)
+        if self.base is None:
+            return EMBEDDED_HEADS
+        from medusa.base.known_models import heads_that_fit
+
+        return heads_that_fit(self.base)
 
     @property
     def required_heads(self) -> str:

@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from medusa.assets import DEFAULT_HEADS, heads_for, shipped_heads
+from medusa.assets import DEFAULT_HEADS, shipped_heads
 from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
+from medusa.base.known_models import heads_for
 from medusa.base.loading import BaseSource
 from medusa.files import Layout, digest_of, has_keys, read_json, replaced_directory, write_json
 from medusa.heads.adapter import Adapter, apply_adapter, check_carries

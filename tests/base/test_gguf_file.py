@@ -1,4 +1,4 @@
-import json
+import os
 import re
 import struct
 import sys
@@ -8,47 +8,18 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from huggingface_hub import constants
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quantised_files import CHATML, SPECIAL, VOCAB_SIZE, write_model
-from tokenizer_kinds import SCRIPTS
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from medusa.base import gguf_file
 from medusa.base.gguf_file import GGUFFile
 from medusa.base.loading import find_base, load_base, load_tokenizer
-from medusa.serving.infill import infill_tokens
 
 gguf_model = pytest.importorskip(
     "medusa.base.gguf_model", exc_type=ImportError, reason="needs a newer transformers"
 )
-
-
-CODE = [
-    "for (int i = 0; i < 1024; i++) { sum += a[i] * b[i]; }",
-    "#include <stdio.h>\n\nint main(void) {\n\treturn 0;\n}\n",
-    'fn main() {\n    println!("{:>8.3}", 3.14159_f64);\n}',
-    "SELECT name, COUNT(*) FROM users WHERE id IN (1, 22, 333) GROUP BY name;",
-    "const f = async (x) => await fetch(`https://example.org/${x}?a=1&b=2`);",
-    "<div class='a b'>\n  <p>1,234.50 &euro;</p>\n</div>",
-    "package main\n\nfunc main() {\n\tfmt.Println(0xFF, 1e-9)\n}",
-    "public static void main(String[] args) throws IOException {",
-    'if [[ -n "$HOME" ]]; then echo ~/.bashrc | xargs -n1; fi',
-    "let rec fact n = if n <= 1 then 1 else n * fact (n - 1)",
-    "x = {'key': [1, 2, 3], \"other\": None}  # a comment\n",
-    "\\begin{equation} e^{i\\pi} + 1 = 0 \\end{equation}",
-    "   leading and trailing   ",
-    "\n\n\n",
-    "a\r\nb\r\n",
-    "don't I'll we've they'RE",
-    "2026-11-27T12:34:56Z",
-    "12345678901234567890",
-    "MixedCASE snake_case camelCase kebab-case",
-    "<|im_start|>user\nhi<|im_end|>\n",
-    "\u00a0non-breaking\u2003spaces\u200b",
-]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +32,7 @@ def test_a_file_says_what_the_reader_of_its_authors_says(model):
     assert ours.metadata["llama.embedding_length"] == 256
     assert ours.metadata["tokenizer.chat_template"] == CHATML
     assert ours.metadata["tokenizer.ggml.tokens"] == VOCAB_SIZE
-    assert ours.strings("tokenizer.ggml.tokens", range(256, 259)) == list(SPECIAL)
+    assert ours.tokens[256:259] == list(SPECIAL)
     assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
     for tensor in theirs.tensors:
         assert np.array_equal(ours.rows(tensor.name).numpy().ravel(), tensor.data.view(np.uint8).ravel())
@@ -105,6 +76,13 @@ def test_parts_of_a_model_are_one_and_each_names_all(model, tmp_path):
         GGUFFile.open(parts[0])
 
 
+@pytest.mark.parametrize("name", ["m-00001-of-00000", "m-00000-of-00002", "m-00005-of-00003"])
+def test_a_name_that_numbers_no_part_is_that_of_a_whole_model(model, tmp_path, name):
+    path = tmp_path / f"{name}.gguf"
+    path.write_bytes(model.read_bytes())
+    assert GGUFFile.open(path).path == path and find_base(tmp_path).gguf.path == path
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_configuration_and_weights_are_those_that_transformers_reads(architecture, tmp_path):
     path = write_model(tmp_path / "tiny.gguf", architecture, is_tied=architecture != "qwen2")
@@ -118,23 +96,6 @@ def test_configuration_and_weights_are_those_that_transformers_reads(architectur
     assert torch.equal(load_base(source)(ids).logits, theirs(ids).logits)
 
 
-def test_the_tokenizer_is_the_one_that_transformers_reads(model):
-    ours, theirs = load_tokenizer(model), AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
-    for text in ("the thin man", "Ünïcode 你好 🙂\n\n  x=12", "<|im_start|>user\nhi<|im_end|>"):
-        assert ours(text)["input_ids"] == theirs(text)["input_ids"]
-        assert ours.decode(ours(text)["input_ids"]) == text
-    # Qwen's own tokenizer composes characters first, which the file does not say
-    assert ours("e\u0301")["input_ids"] == ours("\u00e9")["input_ids"]
-    asked = [{"role": "user", "content": "why?"}]
-    assert ours.apply_chat_template(asked, add_generation_prompt=True, tokenize=False) == (
-        "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
-def test_every_token_that_ends_an_answer_is_known_and_no_other(model):
-    assert gguf_model.end_tokens(GGUFFile.open(model)) == [256, 258]  # <|endoftext|> and <|im_end|>
-
-
 def test_a_header_is_read_once(model, monkeypatch):
     read, opened = gguf_file._Header.read, []
     monkeypatch.setattr(gguf_file._Header, "read", lambda self: opened.append(self) or read(self))
@@ -142,81 +103,6 @@ def test_a_header_is_read_once(model, monkeypatch):
     assert load_base(source).generation_config.eos_token_id == [256, 258]
     load_tokenizer(source)
     assert len(opened) == 1
-
-
-def write_vocabulary(path: Path, tokens, types=None, merges=(), pre="default", **ids) -> Path:
-    """A file with a vocabulary and nothing else."""
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types(types or [1] * len(tokens))
-    writer.add_token_merges([*merges])
-    for name, token in ids.items():
-        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def test_no_hub_is_asked_about_a_large_vocabulary(tmp_path):
-    assert constants.is_offline_mode()
-    tokens = [*(bytes_to_unicode()[byte] for byte in range(256)), *(f"t{n}" for n in range(100_000))]
-    path = write_vocabulary(tmp_path / "large.gguf", tokens, merges=["t 1"], eos=5)
-    tokenizer = load_tokenizer(path)
-    assert len(tokenizer) == len(tokens) and tokenizer.name_or_path == str(path)
-
-
-def test_a_vocabulary_gets_no_token_that_the_file_has_not(tmp_path):
-    """transformers adds <|endoftext|>, of which the model would have no embedding."""
-    letters = [bytes_to_unicode()[byte] for byte in range(256)]
-    path = write_vocabulary(tmp_path / "a.gguf", [*letters, "th", "<s>"], merges=["t h"], bos=257)
-    tokenizer = load_tokenizer(path)
-    text = "the <|endoftext|> of <s>"
-    ids = tokenizer(text)["input_ids"]
-    assert max(ids) < len(tokenizer) == 258 and tokenizer.decode(ids) == text
-
-
-def test_the_vocabulary_of_a_real_model_in_a_file_gives_the_token_ids_of_its_own_files(
-    real_tokenizer, tmp_path
-):
-    described = json.loads(real_tokenizer.backend_tokenizer.to_str())
-    tokens = real_tokenizer.convert_ids_to_tokens(range(len(real_tokenizer)))
-    control = {each["content"] for each in described["added_tokens"] if each["special"]}
-    types = [3 if token in control else 1 for token in tokens]
-    merges = [" ".join(pair) for pair in described["model"]["merges"]]
-
-    def in_a_file(split):
-        return load_tokenizer(write_vocabulary(tmp_path / "smol.gguf", tokens, types, merges, split, eos=2))
-
-    ours, texts = in_a_file("gpt-2"), [*SCRIPTS.values(), *CODE]
-    assert len(texts) > 50
-    for text in texts:
-        ids = ours(text)["input_ids"]
-        assert ids == real_tokenizer(text)["input_ids"], text
-        assert ours.decode(ids) == text
-    apart = [id for part in ("x =  ", "1", "2", " is") for id in real_tokenizer(part)["input_ids"]]
-    assert in_a_file("smollm")("x =  12 is")["input_ids"] == apart != ours("x =  12 is")["input_ids"]
-
-
-def test_tokens_that_mark_a_gap_are_those_that_the_file_names(tmp_path):
-    letters = [bytes_to_unicode()[byte] for byte in range(256)]
-    marks = ["<before>", "<behind>", "<between>", "<file>"]
-    names = dict(zip(("fim_pre", "fim_suf", "fim_mid", "fim_sep"), range(256, 260), strict=True))
-    tokens, types = [*letters, *marks, "th"], [1] * 256 + [3] * 4 + [1]
-    path = write_vocabulary(tmp_path / "a.gguf", tokens, types, ["t h"], **names)
-    tokenizer = load_tokenizer(path)
-    tokenizer.save_pretrained(tmp_path / "saved")
-    for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "saved")):
-        found = infill_tokens(each, len(each))
-        assert (found.prefix, found.suffix, found.middle, found.file) == (256, 257, 258, 259)
-        assert found.ends == {256, 257, 258, 259} and found.names == {*marks} and found.repository is None
-    for change in ({"fim_mid": 999}, {"fim_mid": None}):  # one that is no token, or none
-        told = {name: token for name, token in {**names, **change}.items() if token is not None}
-        path = write_vocabulary(tmp_path / "b.gguf", tokens, types, ["t h"], **told)
-        assert infill_tokens(load_tokenizer(path), len(tokens)) is None
 
 
 def test_a_directory_with_one_file_is_a_base_and_one_with_several_is_not(model, tmp_path):
@@ -267,13 +153,41 @@ def test_a_file_on_the_hub_is_named_by_its_quantisation(model, hub):
     assert find_base("ada/tiny-GGUF:q4_k_m").gguf.path.name == "tiny-Q4_K_M.gguf", "from the cache"
 
 
-def test_a_file_without_a_tokenizer_says_how_to_name_one(tmp_path):
-    path = tmp_path / "tiny.gguf"
-    path.write_bytes(
-        write_model(path).read_bytes().replace(b"tokenizer.ggml.tokens", b"tokenizer.ggml.tokans")
-    )
-    with pytest.raises(ValueError, match=r"tiny.gguf has no tokenizer; give one: --tokenizer DIRECTORY"):
-        load_tokenizer(path)
+def test_a_file_that_is_cut_while_it_is_held_says_so(model, tmp_path):
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(model.read_bytes())
+    file = GGUFFile.open(path)
+    size = path.stat().st_size
+    os.truncate(path, size // 2)
+    kept, lost = min(file.tensors.values(), key=place), max(file.tensors.values(), key=place)
+    assert file.rows(kept.name).numel() == kept.num_bytes
+    for read in (file.rows, file.floats):
+        with pytest.raises(ValueError, match=rf"cut.gguf had {size} bytes .* was cut to {size // 2} since"):
+            read(lost.name)
+    with pytest.raises(ValueError, match="was cut to"):
+        gguf_model.load_widened(file, gguf_model.gguf_config(file), torch.float32)
+
+
+def place(entry):
+    return entry.offset
+
+
+def test_a_file_that_takes_the_name_of_one_that_is_held_changes_nothing(model, tmp_path):
+    path = tmp_path / "held.gguf"
+    path.write_bytes(model.read_bytes())
+    file, expected = GGUFFile.open(path), GGUFFile.open(model)
+    os.replace(write_model(tmp_path / "new.gguf", "qwen2", seed=1), path)
+    assert all(torch.equal(file.rows(name), expected.rows(name)) for name in expected.tensors)
+
+
+def test_a_cache_with_only_another_part_of_the_model_says_so(model, hub, tmp_path):
+    first, second = split(model, tmp_path)
+    hub.put("ada/tiny-GGUF", {first.name: first.read_bytes(), second.name: second.read_bytes()})
+    source = find_base("ada/tiny-GGUF:tiny")
+    source.gguf.path.unlink()
+    hub.fails_at = "."
+    with pytest.raises(FileNotFoundError, match=r"only other parts of ada/tiny-GGUF:tiny than tiny-00001-of"):
+        find_base("ada/tiny-GGUF:tiny")
 
 
 # ------------------------------------------------------------------ files that are not what they say

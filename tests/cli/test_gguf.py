@@ -70,7 +70,7 @@ def test_fidelity_is_told_against_the_widened_file_which_is_opened_once(file, tm
     monkeypatch.setattr(GGUFFile, "open", lambda path: opened.append(path) or open_file(path))
     monkeypatch.setattr(evaluate, "llama_cpp_unsupported_reason", lambda: "it is not installed")
     assert_fidelity_is_told(file, tmp_path, capsys)
-    assert opened == [file, file], "once in each of two commands"
+    assert opened == [file] * 3, "once in each of two commands, and once to know its model"
 
 
 def test_llama_cpp_reads_the_same_file_where_it_is_installed(file, tmp_path, capsys, monkeypatch):

@@ -1,5 +1,7 @@
 """Commands on a base in a directory that is quantised."""
 
+import json
+
 import pytest
 from conftest import needs_kernels
 from quantised_directories import of_gptq, write_directory
@@ -27,6 +29,27 @@ def test_info_says_the_form_and_what_it_takes(form, told, tmp_path, capsys):
     assert found["model"] == "LlamaForCausalLM" and found["decodes"] == "yes"
     assert found["weights"].startswith(told)
     assert " MB of quantised layers, " in found["weights"] and " MB of BF16" in found["weights"]
+
+
+SPELLINGS = [
+    *[("gptq", {"group_size": None}), ("gptq", {"group_size": "128"}), ("awq", {"group_size": None})],
+    *[("fp8, blocks", {"weight_block_size": size}) for size in (None, "128", [128], 128, ["a", "b"])],
+    *[("w4a16", {"config_groups": groups}) for groups in (None, [], {"a": None}, {"a": {"weights": []}})],
+    ("w8a8", {"sparsity_config": []}),
+]
+
+
+@pytest.mark.parametrize("form, changes", SPELLINGS)
+def test_a_setting_that_is_spelled_otherwise_ends_in_no_traceback(form, changes, tmp_path, capsys):
+    path = tmp_path / "model"
+    write_directory(path, form)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"].update(changes)
+    (path / "config.json").write_text(json.dumps(config))
+    assert main(["info", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["weights"].startswith(
+        config["quantization_config"]["quant_method"]
+    )
 
 
 def test_info_says_why_a_directory_cannot_be_decoded(tmp_path, capsys):

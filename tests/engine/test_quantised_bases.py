@@ -1,7 +1,9 @@
 """A base in a GGUF file: held once in the file's bits, and its text is the same whatever is guessed."""
 
+import faulthandler
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -281,3 +283,20 @@ def test_pages_of_the_file_are_given_back(files):
         if line.endswith(str(path)):
             mapped += next(int(each.split()[1]) for each in lines if each.startswith("Rss:"))
     assert base is not None and 1024 * mapped < os.path.getsize(path) / 2
+
+
+def test_a_file_that_is_cut_while_its_embedding_is_read_ends_with_a_sentence(tmp_path):
+    path = write_model(tmp_path / "tiny.gguf")
+    model = MedusaModel.from_pretrained(path, engine="int8")
+    file_rows = model.base.get_input_embeddings().file_rows
+    process = os.fork()
+    if process == 0:
+        faulthandler.enable((tmp_path / "traceback").open("w"))  # pytest's would be shown
+        os.dup2(os.open(tmp_path / "stderr", os.O_CREAT | os.O_WRONLY), 2)
+        os.truncate(path, 0)
+        file_rows[-1].tolist()
+        os._exit(0)
+    _, status = os.waitpid(process, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGBUS
+    said = (tmp_path / "stderr").read_text()
+    assert said.startswith("error: a file that this process reads was cut while it was in use")

@@ -37,7 +37,7 @@ from medusa.conversations import Message, as_template, check_template_kwargs
 from medusa.files import locked, sync
 from medusa.heads.calibration import AnsweredTokens
 from medusa.options import differences
-from medusa.prompts import reasoning_tags
+from medusa.prompts import default_template, reasoning_tags
 from medusa.training.config import DataOptions
 from medusa.training.data.dataset import (
     ONLY_IN_TRAINING,
@@ -176,7 +176,7 @@ class Renderer:
             return self._skip("an empty answer")
         is_open = self._opens_reasoning(prompt, example, index)
         if reasoning and reasoning not in shown:
-            begin, end = reasoning_tags(self.tokenizer.chat_template)
+            begin, end = reasoning_tags(default_template(self.tokenizer))
             if not end or calls:
                 return self._skip("reasoning that the template does not show")
             # some templates remove it from earlier answers
