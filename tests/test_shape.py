@@ -31,8 +31,9 @@ class Places:
 
     pattern: str
     ceiling: int
-    files: int
-    """The ceiling for the number of files with such a place."""
+    files: int | None
+    """The ceiling for the number of files with such a place; None where a module that is split in two does no
+    harm."""
 
 
 PLACES = {
@@ -43,7 +44,7 @@ PLACES = {
         58,
         17,
     ),
-    "tests of a type": Places(r"isinstance\(", 417, 89),
+    "tests of a type": Places(r"isinstance\(", 416, None),
     "names of functions that load a base": Places(
         r"\b(?:load_base|load_for_engine|load_base_on|load_live|load_without_layers)\b", 44, 11
     ),
@@ -62,8 +63,8 @@ def test_no_more_places_know_the_same_thing(name: str):
     places = PLACES[name]
     counts = [len(re.findall(places.pattern, text)) for text in TEXTS]
     total = sum(counts)
-    num_files = sum(count > 0 for count in counts)
-    assert total <= places.ceiling and num_files <= places.files, (
+    num_files = None if places.files is None else sum(count > 0 for count in counts)
+    assert total <= places.ceiling and (num_files or 0) <= (places.files or 0), (
         f"{name}: {total} places in {num_files} files, at most {places.ceiling} in {places.files}; let one "
         "place know it for the others"
     )
