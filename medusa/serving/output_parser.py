@@ -71,6 +71,8 @@ class OutputParser:
         in_reasoning: bool = False,
     ):
         self.num_calls = 0
+        self.is_call_open = False
+        """The arguments of the last call are not whole."""
         self._format = output_format
         self._tools = tools or {}
         self._most = most
@@ -124,6 +126,7 @@ class OutputParser:
     def _call(self, name: str) -> None:
         self._drop_blank()
         self.num_calls += 1
+        self.is_call_open = self._most is None or self.num_calls <= self._most
         self._add("call", name)
 
     def _argue(self, text: str) -> None:
@@ -188,8 +191,8 @@ class OutputParser:
                 return None
             yield
 
-    def _object(self, say: Callable[[str], object], begun: str = "") -> Waiting:
-        """Hands on the object that comes next as JSON, as it comes, behind ``begun``."""
+    def _object(self, say: Callable[[str], object], begun: str = "") -> Asking:
+        """Hands on the object that comes next as JSON, as it comes, behind ``begun``; whether it is whole."""
         repair = JsonRepair(self._end_mark)
         repair.feed(begun)
         while True:
@@ -199,7 +202,7 @@ class OutputParser:
             if self._is_whole and not self._is_cut:
                 say(repair.finish())
             if repair.is_closed or self._is_whole:
-                return
+                return repair.is_closed
             yield
 
     # Reasoning, and then text and calls
@@ -285,7 +288,8 @@ class OutputParser:
             if (yield from self._arguments_come()):
                 self._commit()
                 self._call(name)
-                yield from self._object(self._argue)
+                if (yield from self._object(self._argue)):
+                    self.is_call_open = False
                 yield from self._end_of_call(num_braces)
                 return True
         elif key not in CALL_KEYS and not self._end_mark.startswith("</"):
@@ -324,6 +328,7 @@ class OutputParser:
         self._commit()
         self._call(call[0])
         self._argue(_quoted(call[1]))
+        self.is_call_open = False
         return True
 
     def _as_call(self, value: Any) -> tuple[str, Mapping[Any, Any]] | None:
@@ -379,6 +384,7 @@ class OutputParser:
             yield from self._xml_value(properties.get(named))
         if not self._is_cut or (yield from self._skip("</function>")):
             self._argue("{}" if joint == "{" else "}")
+            self.is_call_open = False
         for mark in ("</function>", "</tool_call>"):
             if (yield from self._skip(mark)):
                 self._commit()
@@ -440,6 +446,7 @@ class OutputParser:
         self._commit()
         self._call(head[1])
         self._argue(_quoted(arguments))
+        self.is_call_open = False
         return True
 
     # Harmony: messages on channels
@@ -468,6 +475,8 @@ class OutputParser:
         is_ended = yield from self._until(MESSAGE_ENDS, lambda text: self._argue(repair.feed(text)[1]))
         if is_ended or not self._is_cut:
             self._argue(repair.finish())
+        if repair.is_closed:
+            self.is_call_open = False
 
 
 def _json(text: str) -> Any:

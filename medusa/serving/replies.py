@@ -33,7 +33,8 @@ def read(reader: OutputParser, update: Update) -> tuple[list[Part], str | None]:
     reason = update.finish_reason
     if reason is not None:
         parts += reader.finish(is_cut=reason != "stop" or update.is_stopped)
-    return parts, "tool_calls" if reason == "stop" and reader.num_calls else reason
+    has_called = reader.num_calls > 0 and not reader.is_call_open
+    return parts, "tool_calls" if reason == "stop" and has_called else reason
 
 
 class Replies:
