@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -55,25 +56,23 @@ class BoundedProcess:
             self._running()
 
     def ask(self, question: Any) -> Any:
-        """The answer to ``question``. One is answered at a time.
+        """The answer to ``question``. One is answered at a time. A process that was killed from outside, as a
+        system does that runs out of memory, is asked once more.
 
         Raises:
             OutOfBounds: there is none within the bounds.
             OSError: the process ended while it was prepared.
         """
         with self._lock:
-            process = self._running()
-            timer = threading.Timer(self.seconds, process.kill)
-            timer.start()
-            try:
-                answer = _exchange(process, question)
-            finally:
-                timer.cancel()
-            if not answer.endswith(b"\n"):  # it died of the question, or was killed for its time
-                _end(process)
-                self._process = None
-                raise OutOfBounds(f"it takes more than {self.bounds}")
-        return json.loads(answer)
+            for _ in range(2):
+                process = self._running()
+                answer = _exchange(process, [self.seconds, question])
+                if answer.endswith(b"\n"):
+                    return json.loads(answer)
+                process.wait()
+                if process.returncode != -signal.SIGKILL:  # it died of the question
+                    break
+        raise OutOfBounds(f"it takes more than {self.bounds}")
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
@@ -127,7 +126,11 @@ def main() -> None:
     print(json.dumps("prepared"), file=output, flush=True)
     _bound_memory()
     for line in sys.stdin:
-        print(json.dumps(answer_to(json.loads(line))), file=output, flush=True)
+        seconds, question = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # it ends the process, also where the parent has ended
+        answer = json.dumps(answer_to(question))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(answer, file=output, flush=True)
 
 
 def _bound_memory() -> None:

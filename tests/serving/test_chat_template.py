@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
 import openai
 import pytest
 from template_kinds import TEMPLATES
 from tiny_chat import TOOL_TEMPLATE, chat_tokenizer, tool_model
-from tiny_server import HELLO, TOOL, chat, client_of, running
+from tiny_server import HELLO, TOOL, chat, client_of, running, wait_until
 
 from medusa.serving import chat_template
 from medusa.serving.chat_template import BoundedChatTemplate, TemplateLimitError
@@ -46,6 +54,40 @@ def test_a_template_without_end_is_refused_and_the_next_one_is_rendered(impatien
     with pytest.raises(TemplateLimitError, match=r"more than 0\.5 seconds, 1024 MiB"):
         template_of(UNBOUNDED[kind]).apply_chat_template(HELLO)
     assert template_of("hello").apply_chat_template(HELLO) == "hello"
+
+
+def pid_of_rendering() -> int:
+    process = chat_template.rendering_process()._process
+    assert process is not None
+    return process.pid
+
+
+def test_a_process_that_is_killed_from_outside_is_asked_once_more(monkeypatch):
+    monkeypatch.setattr(chat_template.rendering_process(), "seconds", 30)
+    template_of("hello").apply_chat_template(HELLO)
+    os.kill(pid_of_rendering(), signal.SIGKILL)
+    assert template_of("hello").apply_chat_template(HELLO) == "hello"
+    long = "{% for a in range(1500) %}{% for b in range(1500) %}{% endfor %}{% endfor %}hello"
+    killed = pid_of_rendering()
+    killing = threading.Timer(0.1, os.kill, [killed, signal.SIGKILL])
+    killing.start()
+    assert template_of(long).apply_chat_template(HELLO) == "hello"
+    assert pid_of_rendering() != killed
+
+
+def test_a_template_that_never_ends_does_not_outlive_a_server_that_is_killed():
+    lines = ["import sys", "from medusa.serving.chat_template import rendering_process as process"]
+    lines += ["process().start(); print(process()._process.pid, flush=True)"]
+    lines += ["messages = [{'role': 'user', 'content': 'a'}]"]
+    lines += ["process().ask({'conversation': messages, 'tools': None, 'chat_template': sys.argv[1]})"]
+    command = [sys.executable, "-c", "\n".join(lines), ENDLESS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        rendering = Path("/proc", parent.stdout.readline().decode().strip())
+        time.sleep(0.5)
+        assert rendering.exists()
+        parent.kill()
+    wait_until(lambda: not rendering.exists(), seconds=5)
 
 
 def test_a_text_that_is_longer_than_any_model_reads_is_refused():
