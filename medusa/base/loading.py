@@ -411,7 +411,9 @@ def load_tokenizer(source: str | Path | BaseSource, **kwargs: Any) -> Any:
         path = gguf_path(source, kwargs)
         file = None if path is None else GGUFFile.open(path)
     if file is not None:
-        return gguf_model().gguf_tokenizer(file)
+        tokenizer = gguf_model().gguf_tokenizer(file)
+        tokenizer.chat_template = _with_default(tokenizer.chat_template)
+        return tokenizer
     if isinstance(source, BaseSource):
         name = source.name
         arguments = source_arguments(source.arguments)
@@ -420,7 +422,21 @@ def load_tokenizer(source: str | Path | BaseSource, **kwargs: Any) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(name, **arguments)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = _template_of_processor(name, arguments)
+    tokenizer.chat_template = _with_default(tokenizer.chat_template)
     return tokenizer
+
+
+def _with_default(templates: Any) -> Any:
+    """The chat templates of a tokenizer, one or several by name, with a default among these: that for tools
+    where there is no other, as in llama.cpp. None where there is neither, and none would be taken."""
+    match templates:
+        case {"default": _}:
+            return templates
+        case {"tool_use": template}:
+            return {"default": template, **templates}
+        case {**_others}:
+            return None
+    return templates
 
 
 def _template_of_processor(name: str, arguments: dict[str, Any]) -> str | None:

@@ -276,6 +276,8 @@ def test_a_file_with_several_templates_has_them_by_name(tmp_path):
     assert split_reasoning(tokenizer, [], ids) == ("so", "yes")
     assert with_templates({"default": "x"}).chat_template == "x"
     assert with_templates({}).chat_template is None
+    assert with_templates({"rag": "r"}).chat_template is None
+    assert with_templates({"rag": "r", "tool_use": "t"}).apply_chat_template(asked, tokenize=False) == "t"
 
 
 # ------------------------------------------------------------------ SentencePiece
