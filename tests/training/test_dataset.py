@@ -182,10 +182,11 @@ def test_tokenising_four_times_the_data_takes_no_more_memory(tmp_path, monkeypat
 def test_rows_without_text_where_it_must_be_are_left_out_counted_and_named(tmp_path):
     rows = [conversation("Hello?", f"Hello {index}.") for index in range(4)]
     bad = [conversation("a", 3), conversation("half \ud83d", "b"), {"text": ["a"]}, conversation(None, "b")]
+    bad += [{"text": None, "messages": None}, {"instruction": "a", "output": None}]
     write_rows(tmp_path / "rows.jsonl", [rows[0], *bad, *rows[1:]])
     counts = load_data(DataOptions(data=[str(tmp_path / "rows.jsonl")]), chat_tokenizer()).counts
     ((why, num_skipped),) = [each for each in counts.items() if each[0].startswith("skipped:")]
-    assert (counts["rows"], num_skipped) == (8, 4)
+    assert (counts["rows"], num_skipped) == (10, 6)
     assert "rows without text where it must be (the first: " in why
     assert why.endswith("rows.jsonl row 2, message 2: content must be text, got 3)")
     write_rows(tmp_path / "bad.jsonl", bad[1:2])

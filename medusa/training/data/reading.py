@@ -213,6 +213,9 @@ def parse_row(row: Any, origin: str) -> Example:
     if row.get("text") is not None:
         refuse_beside_text(row, origin)
         return Example(origin, text=checked_text(row["text"], "text", origin))
+    nulls = [key for key in (*_CONVERSATIONS, "instruction", "output", "text") if row.get(key, "") is None]
+    if nulls:
+        raise NotText(f"{origin}: {nulls[0]} must not be null where no other key holds {_SHAPES}")
     advice = "" if "prompt" not in row else "; prompts are answered first: `medusa distill --prompts FILE`"
     raise ValueError(f"{origin} must hold {_SHAPES}; it holds {sorted(map(str, row))}{advice}")
 
