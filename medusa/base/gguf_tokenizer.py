@@ -66,6 +66,7 @@ say so."""
 WITHOUT_PREFIX = frozenset({"gemma", "gemma2", "gemma3"})
 """Architectures whose SentencePiece tokenizers put no space before the text, whatever the file says."""
 TOKENS = "tokenizer.ggml.tokens"
+MERGES = "tokenizer.ggml.merges"
 TEMPLATE = "tokenizer.chat_template"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 """Types of tokens, as ``tokenizer.ggml.token_type`` numbers them."""
@@ -96,7 +97,7 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
     texts_by_type: dict[int, list[str]] = {CONTROL: [], USER_DEFINED: []}
     for text, type_of_token in zip(file.tokens, types, strict=True):
         if type_of_token in texts_by_type:
-            texts_by_type[type_of_token].append(text)
+            texts_by_type[type_of_token].append(_searched(file, text, type_of_token))
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in texts_by_type[CONTROL]])
     backend.add_tokens([AddedToken(text, normalized=False) for text in texts_by_type[USER_DEFINED]])
     # without a name: transformers would ask the hub for a large vocabulary's, and there is none of a file
@@ -261,12 +262,8 @@ def _sentencepiece(file: GGUFFile, kind: str | None, types: list[int]) -> Tokeni
     space, and bytes for those that it lacks."""
     if kind not in ("llama", "gemma4"):
         raise ValueError(f"it is of kind {kind!r}, and gpt2, llama and gemma4 are read")
-    vocabulary = file.token_ids
-    merges = (
-        _merges(file, vocabulary)
-        if "tokenizer.ggml.merges" in file.arrays_of_strings
-        else _merges_of_scores(file, types)
-    )
+    vocabulary = {_searched(file, text, types[token]): token for text, token in file.token_ids.items()}
+    merges = _merges(file, vocabulary) if MERGES in file.arrays_of_strings else _merges_of_scores(file, types)
     unknown = _special_token(file, "unknown")
     backend = Tokenizer(BPE(vocabulary, merges, fuse_unk=True, unk_token=unknown, byte_fallback=True))
     puts_space = kind == "llama" and file.architecture not in WITHOUT_PREFIX
@@ -285,6 +282,14 @@ def _sentencepiece(file: GGUFFile, kind: str | None, types: list[int]) -> Tokeni
     return backend
 
 
+def _searched(file: GGUFFile, text: str, kind: int) -> str:
+    """The text that a token is searched for with: spaces where a user-defined one of a vocabulary of scores
+    is a run of bars, as the converter of llama.cpp has written them since 2024."""
+    has_scores = file.metadata.get("tokenizer.ggml.model") == "llama" and MERGES not in file.arrays_of_strings
+    is_run = kind == USER_DEFINED and re.fullmatch("\u2581{2,}", text) is not None
+    return text.replace("\u2581", " ") if has_scores and is_run else text
+
+
 def _merges(file: GGUFFile, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
     """The merges of ``file``, the first that is made first.
 
@@ -292,7 +297,7 @@ def _merges(file: GGUFFile, vocabulary: Mapping[str, int]) -> list[tuple[str, st
         ValueError: one makes a token that the vocabulary lacks.
     """
     merges = []
-    for merge in file.texts("tokenizer.ggml.merges"):
+    for merge in file.texts(MERGES):
         left, _, right = merge.partition(" ")
         if not {left, right, left + right} <= vocabulary.keys():
             raise ValueError(f"the merge {merge!r} is of a token that the vocabulary lacks")

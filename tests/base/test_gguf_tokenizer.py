@@ -312,11 +312,13 @@ def pieces_by_score(text: str, scores: dict[str, float]) -> list[str]:
     return [piece for piece in pieces if piece]
 
 
-def of_characters(path: Path, architecture: str) -> tuple[Path, dict[str, float], list[str]]:
+def of_characters(
+    path: Path, architecture: str, space: str = " "
+) -> tuple[Path, dict[str, float], list[str]]:
     """A vocabulary in the form of Gemma's, the scores of its plain tokens, and those that are searched for
     first: runs of spaces, as spaces, and of line ends."""
     special = ["<pad>", "<eos>", "<bos>", "<unk>"]
-    apart = [" " * count for count in range(2, 32)] + ["\n" * count for count in range(1, 32)] + ["<b>"]
+    apart = [space * count for count in range(2, 32)] + ["\n" * count for count in range(1, 32)] + ["<b>"]
     raw_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
     generator = random.Random(0)
     letters = "abcde-=\u2581"
@@ -330,6 +332,15 @@ def of_characters(path: Path, architecture: str) -> tuple[Path, dict[str, float]
     ids = {"eos": 1, "bos": 2, "unknown": 3, "padding": 0}
     written = write_vocabulary(path, tokens, types, scores=all_scores, architecture=architecture, **ids)
     return written, scores, apart
+
+
+def test_runs_of_spaces_that_a_file_spells_with_bars_are_the_same_tokens(tmp_path):
+    spelt = (of_characters(tmp_path / f"{space}.gguf", "gemma3", space)[0] for space in (" ", "\u2581"))
+    spaced, barred = map(load_tokenizer, spelt)
+    for count in range(70):
+        text = f"a{' ' * count}b"
+        assert barred(text)["input_ids"] == spaced(text)["input_ids"]
+        assert barred.decode(barred(text)["input_ids"], skip_special_tokens=True) == text
 
 
 def test_a_vocabulary_with_scores_gives_the_tokens_that_sentencepiece_does(tmp_path):

@@ -286,7 +286,7 @@ def test_an_answer_that_ends_behind_its_last_call_has_called(form, text, is_stop
 
 
 def test_an_answer_that_is_cut_in_a_call_that_is_not_told_has_called():
-    text = f'<tool_call>{CALL}</tool_call><tool_call>{CALL.removesuffix("}}")}'
+    text = f"<tool_call>{CALL}</tool_call><tool_call>{CALL.removesuffix('}}')}"
     update = Update([Piece(text, 0)], finish_reason="stop", is_stopped=True)
     assert read_update(OutputParser(HERMES, TOOLS), update)[1] == "stop"
     assert read_update(OutputParser(HERMES, TOOLS, most=1), update)[1] == "tool_calls"
