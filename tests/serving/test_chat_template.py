@@ -67,9 +67,9 @@ def test_a_process_that_is_killed_from_outside_is_asked_once_more(monkeypatch):
     template_of("hello").apply_chat_template(HELLO)
     os.kill(pid_of_rendering(), signal.SIGKILL)
     assert template_of("hello").apply_chat_template(HELLO) == "hello"
-    long = "{% for a in range(1500) %}{% for b in range(1500) %}{% endfor %}{% endfor %}hello"
+    long = "{% for a in range(4000) %}{% for b in range(4000) %}{% endfor %}{% endfor %}hello"
     killed = pid_of_rendering()
-    killing = threading.Timer(0.1, os.kill, [killed, signal.SIGKILL])
+    killing = threading.Timer(0.2, os.kill, [killed, signal.SIGKILL])
     killing.start()
     assert template_of(long).apply_chat_template(HELLO) == "hello"
     assert pid_of_rendering() != killed
