@@ -3,7 +3,6 @@ takes the arguments of ``transformers``' ``generate``."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -571,12 +570,6 @@ class MedusaModel:
         """Build the request, the drafter and a batch, and decode. All public calls come through here."""
         request = decode_request(self.base, seed=options.seed, acceptance=options.acceptance, **call)
         request = self._with_references(request, options.prediction, options.corpus)
-        if len(request.tokens) > 1 and self.profile.keeps_state:
-            warnings.warn(
-                f"{self.profile.name} keeps a state, in which there is no place for padding: the "
-                f"{len(request.tokens)} rows of this batch are read one after the other",
-                stacklevel=2,
-            )
         if not self._engine_state.is_current():
             self.refresh()
         staleness_check = self._engine_state.staleness_check()
@@ -625,7 +618,6 @@ class MedusaModel:
 
     def _drafter(self, options: _Options, request: DecodeRequest, step: StepKind) -> Drafter:
         """The drafter of this call: see :meth:`medusa.drafters.registry.DrafterFactory.choose`."""
-        self._check_shape(options.tree)
         if options.drafter is None and options.tree is not None:
             check_tree_fits(options.tree, self.heads)
         rule = request.rule
@@ -655,15 +647,5 @@ class MedusaModel:
         """``tree``, which the heads must be able to fill; by default a chain over all heads."""
         if tree is None:
             return CandidateTree.chain(0 if self.heads is None else self.heads.num_heads)
-        self._check_shape(tree)
         check_tree_fits(tree, self.heads)
         return tree
-
-    def _check_shape(self, tree: CandidateTree | None) -> None:
-        """Raise ValueError if ``tree`` branches and the base is recurrent."""
-        if tree is not None and not tree.is_chain and self.profile.keeps_state:
-            raise ValueError(
-                f"tree must be a chain for {self.profile.name}, which keeps a state and so follows "
-                f"one path, got a tree of {tree.num_nodes} nodes that is {tree.depth} deep; pass "
-                f"CandidateTree.chain({tree.depth})"
-            )

@@ -185,8 +185,8 @@ def table_of_types() -> str:
 
 DECODABLE = sorted(
     set(TINY)
-    - {"deepseek_v4", "falcon_mamba", "jamba", "mamba", "minimax", "nemotron_h", "qwen4_exp_text"}
-    - {"recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"}
+    - {"deepseek_v4", "falcon_mamba", "jamba", "mamba", "minimax", "qwen4_exp_text"}
+    - {"recurrent_gemma", "rwkv", "xlstm", "zamba", "zaya"}
     - {each for each in TINY if each not in CONFIG_MAPPING}
 )
 """The ``model_type`` of those that are not refused, as far as this ``transformers`` has them."""

@@ -137,11 +137,10 @@ class VerificationRule:
             check_chain(self.name, draft)
         return self.function(draft, noise, state)
 
-    def require(self, kind: DraftKind, context_only: bool = True, is_recurrent: bool = False) -> None:
+    def require(self, kind: DraftKind, context_only: bool = True) -> None:
         """Raise ValueError unless the rule is exact for drafts of this kind.
 
-        ``context_only`` says whether the drafter's q depends only on the text, ``is_recurrent`` whether the
-        base is recurrent, and so has steps without a draft.
+        ``context_only`` says whether the drafter's q depends only on the text.
 
         Raises:
             ValueError: it is not; the message says why and what to use instead.
@@ -155,12 +154,6 @@ class VerificationRule:
             raise ValueError(
                 f"acceptance={self.name!r} needs a drafter whose q depends only on the text, because it "
                 "reads q again at later steps; this drafter's q also depends on the step: "
-                "use acceptance='block'"
-            )
-        if self.context_only_proposal and is_recurrent:
-            raise ValueError(
-                f"acceptance={self.name!r} needs a draft of one length at every step, and a base that "
-                "keeps a state goes without one where it has many tokens to read again: "
                 "use acceptance='block'"
             )
 

@@ -42,16 +42,17 @@ from medusa.base.causal_lm import (
     verify,
     vocab_size,
 )
-from medusa.base.recurrent import check_states, is_recurrent
+from medusa.base.recurrent import is_recurrent
+from medusa.base.recurrent_rules import check_states
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 TESTED_MODEL_TYPES = frozenset(
     {
         "bailing_hybrid", "bamba", "cohere2", "deepseek_v3", "falcon", "falcon_h1", "gemma", "gemma2",
         "gemma3_text", "gemma4_text", "glm4", "gpt2", "gpt_neox", "gpt_oss", "granite", "granitemoehybrid",
-        "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama", "mamba2", "mistral", "mixtral", "olmo2",
-        "olmo_hybrid", "opt", "phi", "phi3", "qwen2", "qwen2_vl", "qwen3", "qwen3_5_moe_text",
-        "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "smollm3", "starcoder2", "zaya",
+        "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama", "mamba2", "mistral", "mixtral", "nemotron_h",
+        "olmo2", "olmo_hybrid", "opt", "phi", "phi3", "qwen2", "qwen2_vl", "qwen3", "qwen3_5_moe_text",
+        "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "smollm3", "starcoder2", "zamba2",
     }
 )  # fmt: skip
 """``config.model_type`` of the architectures that our tests hold to ``transformers``' own ``generate``."""
@@ -132,20 +133,19 @@ def check_tree_verification(base: CausalLM) -> None:
 def verification_error(base: CausalLM) -> str | None:
     """The reason why trees cannot be verified on ``base``, found by the trial; None if they can."""
     name = type(base).__name__
-    draft = "chain" if is_recurrent(base) else "tree"
     try:
         worst = worst_comparison(base)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         return (
-            f"{name} (model_type {base.config.model_type!r}) fails on a {draft} of draft tokens, so medusa "
+            f"{name} (model_type {base.config.model_type!r}) fails on a tree of draft tokens, so medusa "
             f"cannot decode with it ({type(error).__name__}: {error})"
         )
     if worst.agrees:
         return None
     return (
-        f"{name} (model_type {base.config.model_type!r}) gives a {draft} of draft tokens other logits than "
+        f"{name} (model_type {base.config.model_type!r}) gives a tree of draft tokens other logits than "
         f"the same tokens in a row: at {worst.place} they differ by {worst.difference:.3g}, and rounding "
         f"explains {worst.tolerance:.3g} at most. Medusa would change its text"
     )
@@ -181,8 +181,7 @@ def _trial(base: CausalLM, seed: int) -> Comparison:
     expected = [_own_logits(base, row) for row in rows]
     span = max(_span(logits) for logits in expected)
     tolerance = _tolerance(base)
-    compared = _compared_chains if is_recurrent(base) else _compared
-    differences = list(compared(base, lengths, prompts, nodes, after, expected))
+    differences = list(_compared(base, lengths, prompts, nodes, after, expected))
     place, difference = max(differences, key=lambda pair: pair[1])
     allowed = tolerance.always * span
     if allowed < difference <= tolerance.never * span:  # the model's own decoding may be as far off
@@ -228,40 +227,6 @@ def _compared(
                     yield place, _difference(logits[row, node], along[length + depth])
             place = f"the token after a committed branch {where}"
             yield place, _difference(final[row, 0], expected[row][1, -1])
-
-
-def _compared_chains(
-    base: CausalLM,
-    prompt_lengths: list[int],
-    prompts: Tensor,
-    nodes: Tensor,
-    after: Tensor,
-    expected: list[Tensor],
-) -> Iterator[tuple[str, float]]:
-    """The distances of :func:`_compared` for a base that keeps a state: the first branch is verified and all
-    but its root rejected, and then the second, which is read twice."""
-    lengths = torch.tensor(prompt_lengths, device=prompts.device)
-    first, second = (nodes[:, list(branch)] for branch in BRANCHES)
-    for chunk, reading in _readings(prompt_lengths):
-        cache = new_cache(base, len(lengths))
-        _, last = prefill(base, prompts, lengths, cache, chunk=chunk)
-        passes = [(last[:, None], 0, -1)]  # logits, the branch, the depth of their first node
-        for tokens, branch, depth, num_kept in (
-            (first, 0, 0, 1),
-            (second[:, 1:], 1, 1, 1),
-            (second[:, 2:], 1, 2, 2),
-            (after, 1, len(BRANCHES[1]), 1),
-        ):
-            _, logits = verify(base, tokens, TreeTopology.chain(tokens.shape[1], tokens.device), cache)
-            cache.commit_prefix(torch.full_like(lengths, num_kept))
-            passes.append((logits, branch, depth))
-        for row, length in enumerate(prompt_lengths):
-            for logits, branch, depth in passes:
-                along = expected[row][branch, length + depth : length + depth + logits.shape[1]]
-                place = (
-                    f"{logits.shape[1]} tokens from depth {depth} on after a prompt of {length}, {reading}"
-                )
-                yield place, _difference(logits[row], along)
 
 
 def _readings(prompt_lengths: list[int]) -> tuple[tuple[int, str], ...]:

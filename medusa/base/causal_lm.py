@@ -41,7 +41,8 @@ from medusa.base.attention import (
     tree_attention_masks,
 )
 from medusa.base.cache import TreeCache
-from medusa.base.recurrent import StatefulCache, StatefulRow, is_recurrent
+from medusa.base.recurrent import MASKS_OF_STATES, RecurrentCache, is_recurrent
+from medusa.base.recurrent_rules import MatrixRule, has_rules, matrix_rule, put_rules
 from medusa.trees.candidate_tree import TreeTopology
 
 CausalLM = Any
@@ -208,11 +209,19 @@ def copy_sharing_parameters(module: Any) -> Any:
     return copy.deepcopy(module, shared)  # what it finds in `shared` it takes for copied
 
 
+def with_rules(base: CausalLM, rule: MatrixRule = matrix_rule) -> CausalLM:
+    """The model to decode with where ``base`` keeps states: a view that runs the rules of
+    :mod:`medusa.base.recurrent_rules`, ``rule`` for those that change a matrix. Otherwise, and for such a
+    view, ``base`` itself."""
+    if not is_recurrent(base) or has_rules(base):
+        return base
+    return cast(CausalLM, put_rules(copy_sharing_parameters(base).eval(), rule))
+
+
 def new_cache(base: CausalLM, num_rows: int) -> TreeCache:
     """An empty cache for ``num_rows`` rows of ``base``."""
     if is_recurrent(base):
-        device = lm_head_device(base)
-        return StatefulCache([StatefulRow(base.config, device) for _ in range(num_rows)], device)
+        return RecurrentCache(base.config, num_rows, lm_head_device(base))
     config = base.config.get_text_config(decoder=True)
     return TreeCache(num_rows, config.num_hidden_layers, lm_head_device(base))
 
@@ -259,14 +268,8 @@ def verify(
     committed tokens in ``cache`` as ``topology`` says. ``select`` (B, S) long narrows the logits to some of
     them, (B, S, V). ``layers`` are passed to :func:`capture_hidden_states`. The cache then holds the pass's
     keys and values, uncommitted.
-
-    Where the base keeps a state, each row has a pass of its own.
-
-    Raises:
-        ValueError: the base keeps a state, and the nodes are no chain.
     """
-    if isinstance(cache, StatefulCache):
-        return _verify_chains(base, tokens, topology, cache, select, layers)
+    base = with_rules(base)
 
     def selected(hidden: Tensor) -> Tensor:
         if select is None:
@@ -276,54 +279,6 @@ def verify(
     with capture_hidden_states(base, selected, layers) as seen:
         output = base(**tree_inputs(base, tokens, topology, cache, first_node))
     return seen.last, output.logits
-
-
-def _verify_chains(
-    base: CausalLM,
-    tokens: Tensor,
-    topology: TreeTopology,
-    cache: StatefulCache,
-    select: Tensor | None,
-    layers: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    """The result of :func:`verify`, row after row, each after its replayed tokens."""
-    before = (torch.arange(topology.num_nodes, device=topology.parents.device) - 1).clamp(min=0)
-    if not topology.is_chain and not bool((topology.parents == before).all()):
-        raise ValueError(
-            f"{type(base).__name__} keeps a state, which follows one path: drafts for it must be chains, got "
-            "a tree; pass CandidateTree.chain(...), or drafter='dynamic-heads', which gives its best path"
-        )
-    if select is None:
-        select = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    hidden = []
-    logits = []
-    for row, states in enumerate(cache.stateful_rows):
-        pass_tokens = states.begin_pass(tokens[row : row + 1])
-        num_replayed = pass_tokens.shape[1] - tokens.shape[1]
-        narrow = functools.partial(_narrowed, to=num_replayed + select[row])
-        with capture_hidden_states(base, narrow, layers) as seen:
-            output = base(**_chain_inputs(base, pass_tokens, states))
-        hidden.append(seen.last[:, num_replayed:])
-        logits.append(output.logits)
-    return torch.cat(hidden), torch.cat(logits)
-
-
-def _narrowed(hidden: Tensor, to: Tensor) -> Tensor:
-    """The tokens ``to`` (S,) long of hidden states (1, N, D)."""
-    return hidden[:, to.to(hidden.device)]
-
-
-def _chain_inputs(base: CausalLM, tokens: Tensor, row: StatefulRow) -> dict[str, Any]:
-    """The arguments of ``base``'s forward for tokens (1, N) long, which were announced to ``row``. The model
-    makes the masks itself."""
-    positions = row.longest + torch.arange(tokens.shape[1], device=tokens.device)[None]
-    context = context_length(base)
-    if context is not None:
-        positions = positions.clamp(max=context - 1)
-    arguments = {"input_ids": tokens, "use_cache": True, cache_argument(base): row}
-    if "position_ids" in inspect.signature(type(base).forward).parameters:
-        arguments["position_ids"] = positions
-    return arguments
 
 
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
@@ -376,19 +331,35 @@ def tree_inputs(
     config = base.config.get_text_config(decoder=True)
     nodes = slice(first_node, first_node + tokens.shape[1])
     cache.plan_pass(tokens.shape[1], first_node)
-    if takes_seen_slots(config):
+    masks: Any = None
+    if windows and takes_seen_slots(config):
         masks = seen_slots(cache.lengths, topology, windows, nodes)
-    else:
+    elif windows:
         dtype = mask_dtype(config, base.dtype)
         masks = tree_attention_masks(cache.lengths, cache.num_slots, topology, windows, dtype, nodes)
     num_positions = cache.num_positions or context_length(base)
-    return {
+    arguments = {
         "input_ids": tokens,
         "attention_mask": masks,
         "position_ids": node_positions(cache.lengths, topology, num_positions, nodes),
         cache_argument(base): cache,
         "use_cache": True,
     }
+    if isinstance(cache, RecurrentCache):
+        cache.paths.begin(topology)
+        _for_states(arguments, base, windows)
+    return arguments
+
+
+def _for_states(arguments: dict[str, Any], base: CausalLM, windows: LayerWindows) -> None:
+    """Change the arguments of a forward into those for a base whose layers keep states: masks by the type of
+    layer, and none for states; no positions where it takes none."""
+    masks = arguments["attention_mask"]
+    if masks is not None:
+        by_kind = masks if isinstance(masks, dict) else dict.fromkeys(windows, masks)
+        arguments["attention_mask"] = {**dict.fromkeys(MASKS_OF_STATES), **by_kind}
+    if "position_ids" not in inspect.signature(type(base).forward).parameters:
+        del arguments["position_ids"]
 
 
 def prefill(
@@ -410,8 +381,6 @@ def prefill(
     the factors. ``keeps_features`` has the cache keep the states of all tokens, for drafters that read them.
     ``known`` are the ``lengths`` where the host has them.
     """
-    if isinstance(cache, StatefulCache) and cache.num_rows > 1:  # a state must not read padding
-        return _prefill_alone(base, tokens, lengths, cache, chunk, layers, run, keeps_features)
     hidden = logits = None
     cache.expect(tokens.shape[1])
     missing = lengths - cache.lengths
@@ -438,8 +407,6 @@ def prefill(
         hidden = newest if hidden is None else torch.where(has_new, newest, hidden)
         logits = part_logits[:, 0] if logits is None else torch.where(has_new, part_logits[:, 0], logits)
         missing = missing - num_new
-    if isinstance(cache, StatefulCache):
-        cache.set_checkpoint()
     assert hidden is not None and logits is not None, "a token is missing at least"
     return hidden, logits
 
@@ -448,29 +415,6 @@ def tokens_missing(lengths: list[int], cache: TreeCache) -> list[int]:
     """Tokens of each row that ``cache`` lacks of ``lengths``; [] where it lacks none."""
     missing = [length - cached for length, cached in zip(lengths, cache.known_lengths, strict=True)]
     return missing if max(missing) > 0 else []
-
-
-def _prefill_alone(
-    base: CausalLM, tokens: Tensor, lengths: Tensor, cache: StatefulCache, *options: Any
-) -> tuple[Tensor, Tensor]:
-    """The result of :func:`prefill`, row after row."""
-    lengths_before = cache.lengths
-    hidden = []
-    logits = []
-    features = []
-    for row, row_cache in enumerate(cache.split_rows()):
-        only = slice(row, row + 1)
-        num_before = row_cache.longest
-        row_hidden, row_logits = prefill(base, tokens[only], lengths[only], row_cache, *options)
-        hidden.append(row_hidden)
-        logits.append(row_logits)
-        if row_cache.features is not None:
-            features.append(row_cache.features[0, num_before:])
-    cache.sync_lengths()
-    if features:
-        padded = nn.utils.rnn.pad_sequence(features, batch_first=True)
-        cache.keep_features(padded, lengths_before, int(lengths_before.max()))
-    return torch.cat(hidden), torch.cat(logits)
 
 
 class CapturedHiddenStates:

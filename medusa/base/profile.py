@@ -20,7 +20,7 @@ class BaseProfile:
     name: str
     """The name of its class."""
     keeps_state: bool
-    """Whether layers keep a recurrent state: drafts are then chains, and rows run one after the other."""
+    """Whether layers keep a recurrent state: steps are then general."""
     device: torch.device
     """Where the LM head computes, and so where a step's own tensors are."""
     devices: tuple[str, ...]

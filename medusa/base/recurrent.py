@@ -1,24 +1,21 @@
-"""The cache of a base whose layers keep a state: every pass begins from a snapshot.
+"""The cache of a base whose layers keep a state. What a token did to a state is kept, and not what it left.
 
-A recurrent state, and the window of a convolution, cannot forget rejected tokens. So the states are copied
-before a pass. If all tokens of the pass are accepted, the new states are right. If not, the copies are
-restored, and the accepted tokens are *replayed* at the start of the next pass, before its root and its
-drafts; their keys and values are written once more, into the same slots. Nothing here depends on the kind of
-layer. The price is that tokens are read several times, until all tokens of a pass are accepted; a pass
-without drafts always qualifies.
+There are two kinds of states. A causal convolution reads the last inputs of each channel
+(:class:`ConvolutionState`). All other rules change a matrix S of each head by one outer product a token,
+S <- decay S + k w' (:class:`MatrixState`): the gated delta rule, KDA and the state-space rule of Mamba 2
+differ in how k, w and the decay come about (:mod:`medusa.base.recurrent_rules`).
 
-Many layers use another algorithm for several tokens than for one, and the two round differently. So there is
-a checkpoint of the last states that equal plain decoding's: :meth:`StatefulCache.restore_checkpoint` goes
-back to it, and the text since can be read again, token by token.
-
-A state has no padding, so each row has a cache of its own, and rows run one after the other. The model makes
-its own masks, so only chains are verified.
+A pass over a tree begins at the committed state and leaves it as it is. Each node starts from the state of
+its parent, and its k, w and decay are kept: some hundred numbers a head, where a state has thousands. The
+commit keeps those of the accepted path, and the next pass applies them first: the same operations in the same
+order, so the same bits. So nothing is copied before a pass, put back or read again, and a row's state depends
+on its text alone: not on how it was split into passes, on rejected drafts, or on the rows beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +32,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from medusa.base.cache import PassSlots, TreeCache, TreeCacheLayer
+from medusa.base.cache import TreeCache, TreeCacheLayer
+from medusa.trees.candidate_tree import TreeTopology
 
 KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer)
 WITHOUT_MEMORY = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
@@ -46,18 +44,9 @@ KNOWN_LAYERS = (
     LinearAttentionAndFullAttentionLayer,
     *WITHOUT_MEMORY,
 )
-"""The cache layers of ``transformers`` that :class:`StatefulRow` replaces."""
-NO_LIMIT = (0.0, float("inf"))
-FROM_NOTHING = "reads several tokens at a time without the tokens before them"
-REFUSED_TYPES = {
-    "falcon_mamba": FROM_NOTHING,
-    "jamba": FROM_NOTHING,
-    "mamba": FROM_NOTHING,
-    "minimax": "takes no cache but its own",
-    "recurrent_gemma": "keeps its recurrent state in its modules, and not in the cache",
-    "zamba": FROM_NOTHING,
-}
-"""Reasons against models in ``transformers`` 5.23, by ``model_type``."""
+"""The cache layers of ``transformers`` that :class:`RecurrentCache` replaces."""
+MASKS_OF_STATES = ("linear_attention", "conv")
+"""Layer types without keys and values, as models name them in their masks: a state has no padding to mask."""
 
 
 def is_recurrent(base: Any) -> bool:
@@ -70,34 +59,6 @@ def is_recurrent(base: Any) -> bool:
     # of a class that may keep one, a model whose layers all attend does not
     all_attend = bool(kinds) and all(kind in (*KEYS_AND_VALUES, *WITHOUT_MEMORY) for kind in classes)
     return not all_attend and bool(getattr(base, "_is_stateful", False))
-
-
-def check_states(base: Any) -> None:
-    """Raise ValueError, with the reason, unless the states of ``base`` can be copied."""
-    name = type(base).__name__
-    layers = DynamicCache(config=base.config).layers
-    reason = REFUSED_TYPES.get(base.config.get_text_config(decoder=True).model_type)
-    if reason is not None:
-        raise ValueError(f"{name} {reason}, so no draft can be verified on it; use its own generate")
-    settings = [getattr(module, "time_step_limit", NO_LIMIT) for module in base.modules()]  # lists in files
-    limits = {tuple(limit) if isinstance(limit, list) else limit for limit in settings} - {NO_LIMIT}
-    if limits:
-        raise ValueError(
-            f"{name} limits its time steps to {', '.join(map(str, sorted(limits)))} where a pass reads "
-            "several tokens, and not where it reads one, so its text depends on how many are read at once; "
-            "use its own generate"
-        )
-    unknown = sorted({type(layer).__name__ for layer in layers if type(layer) not in KNOWN_LAYERS})
-    if unknown:
-        raise ValueError(
-            f"{name} keeps its states in {', '.join(unknown)}, which medusa cannot copy and restore, "
-            "so it cannot forget rejected tokens; use its own generate"
-        )
-    if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
-        raise ValueError(
-            f"{name} keeps its recurrent state outside of transformers' cache, where it cannot be copied and "
-            "put back, so it cannot forget rejected tokens; use its own generate"
-        )
 
 
 def kind_of_layer(layer: Any) -> str:
@@ -118,229 +79,372 @@ def holds_text(cache: Cache) -> bool:
     )
 
 
-class StatefulRow(TreeCache):
-    """The cache of one row: keys and values, and the states of its other layers.
+@dataclass
+class Paths:
+    """The tree of the current pass; one object, shared by all states of a cache."""
 
-    ``lengths`` and ``longest`` count the tokens in the states. Per pass: :meth:`begin_pass`, the model's
-    forward, then :meth:`keep`. If nothing of the last pass was kept, the next pass replaces it.
-    """
+    topology: TreeTopology | None = None
+    _inputs: dict[int, Tensor] = field(default_factory=dict)
 
-    takes_masks = False
+    def begin(self, topology: TreeTopology) -> None:
+        """Begin a pass over the nodes of ``topology``."""
+        self.topology = topology
+        self._inputs = {}
 
-    def __init__(self, config: PreTrainedConfig, device: torch.device | str):
-        super().__init__(1, 0, device)
+    def inputs_of_nodes(self, size: int) -> Tensor:
+        """The last ``size`` inputs on each node's path, (R, N, size) long: places among ``size`` - 1 inputs
+        before the root, followed by the nodes."""
+        assert self.topology is not None
+        if size not in self._inputs:
+            depths = self.topology.depths[..., None]  # (R, N, 1)
+            back = torch.arange(size - 1, -1, -1, device=depths.device)
+            ancestors = self.topology.lineage.gather(2, (depths - back).clamp(min=0))
+            self._inputs[size] = torch.where(back <= depths, size - 1 + ancestors, size - 1 + depths - back)
+        return self._inputs[size]
+
+
+class ConvolutionState:
+    """The last inputs of each channel of a causal convolution, as the committed text left them."""
+
+    def __init__(self, paths: Paths):
+        self._paths = paths
+        self.committed: Tensor | None = None
+        """(B, C, K - 1): the inputs before the next token."""
+        self._nodes: Tensor | None = None  # (B, C, N): the inputs of the last pass
+
+    def windows(self, inputs: Tensor, size: int) -> Tensor:
+        """The ``size`` inputs (K) that each node of a pass reads, (B, C, N, K), the newest last; ``inputs``
+        are those of the nodes, (B, C, N)."""
+        if self.committed is None:
+            self.committed = inputs.new_zeros(*inputs.shape[:2], size - 1)
+        self._nodes = inputs
+        extended = torch.cat([self.committed, inputs], dim=2)
+        topology = self._paths.topology
+        assert topology is not None
+        if topology.is_chain:
+            return extended.unfold(2, size, 1)
+        places = self._paths.inputs_of_nodes(size).to(inputs.device)  # (R, N, K)
+        places = places.flatten(1)[:, None].expand(len(inputs), inputs.shape[1], -1)
+        return extended.gather(2, places).unflatten(2, (-1, size))
+
+    def commit(self, path: Tensor, num_kept: Tensor) -> None:
+        """Keep the first ``num_kept`` (B,) long nodes of ``path`` (B, L) long."""
+        if self.committed is None or self._nodes is None:
+            return
+        num_before = self.committed.shape[2]
+        extended = torch.cat([self.committed, self._nodes], dim=2)
+        before = torch.arange(num_before, device=path.device).expand(len(path), -1)
+        along = torch.cat([before, num_before + path], dim=1)
+        places = along.gather(1, num_kept[:, None] + torch.arange(num_before, device=path.device))
+        places = places.to(extended.device)[:, None].expand(-1, extended.shape[1], -1)
+        self.committed = extended.gather(2, places)
+        self._nodes = None
+
+    def tensors(self) -> list[Tensor]:
+        """All that is held."""
+        return [tensor for tensor in (self.committed, self._nodes) if tensor is not None]
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Drop all rows but ``rows`` (B',) long."""
+        self._nodes = None
+        if self.committed is not None:
+            self.committed = self.committed[rows.to(self.committed.device)]
+
+    def join(self, other: ConvolutionState) -> None:
+        """Append the rows of ``other``."""
+        self._nodes = None
+        if self.committed is not None and other.committed is not None:
+            self.committed = torch.cat([self.committed, other.committed])
+
+    def copy_row(self, source: ConvolutionState, row: int) -> None:
+        """Take the row of ``source``."""
+        if source.committed is not None:
+            self.committed = source.committed[row : row + 1].clone()
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What tokens did to the matrices of their heads: S <- decay S + key written'."""
+
+    decay: Tensor
+    """(B, N, H) or (B, N, H, K) float32."""
+    key: Tensor
+    """(B, N, H, K) float32."""
+    written: Tensor
+    """(B, N, H, V) float32."""
+
+    def along(self, path: Tensor) -> Updates:
+        """Those of the nodes ``path`` (B, L) long, in order."""
+        rows = torch.arange(len(path), device=path.device)[:, None]
+        return Updates(self.decay[rows, path], self.key[rows, path], self.written[rows, path])
+
+    def of_rows(self, rows: Tensor) -> Updates:
+        """Those of ``rows`` (B',) long."""
+        return Updates(self.decay[rows], self.key[rows], self.written[rows])
+
+    def padded(self, length: int) -> Updates:
+        """The same with ``length`` updates a row, the new ones without meaning."""
+        return Updates(*(_padded(each, length) for each in (self.decay, self.key, self.written)))
+
+    def joined(self, other: Updates) -> Updates:
+        """The rows of both, which have equally many updates."""
+        return Updates(
+            torch.cat([self.decay, other.decay]),
+            torch.cat([self.key, other.key]),
+            torch.cat([self.written, other.written]),
+        )
+
+    def apply(self, state: Tensor, number: int, counts: Tensor | None = None) -> Tensor:
+        """The state (B, H, K, V) after the update ``number`` of each row, of which there are ``counts`` (B,)
+        long; all where it is None."""
+        decay = self.decay[:, number]
+        decay = decay[..., None, None] if decay.dim() == 2 else decay[..., None]
+        after = state * decay + self.key[:, number, :, :, None] * self.written[:, number, :, None]
+        if counts is None:
+            return after
+        return torch.where((number < counts)[:, None, None, None], after, state)
+
+
+def _padded(tensor: Tensor, length: int) -> Tensor:
+    """``tensor`` (B, N, ...) with ``length`` entries in its second dimension."""
+    return torch.cat(
+        [tensor, tensor.new_zeros(len(tensor), length - tensor.shape[1], *tensor.shape[2:])], dim=1
+    )
+
+
+class MatrixState:
+    """The matrix of each head of a recurrent layer, as the committed text left it."""
+
+    def __init__(self, paths: Paths):
+        self._paths = paths
+        self._committed: Tensor | None = None  # (B, H, K, V) float32, without the pending updates
+        self.pending: Updates | None = None
+        """What committed tokens did that the matrix lacks."""
+        self.num_pending: Tensor | None = None
+        """(B,) long: how many of these each row has."""
+        self._nodes: Updates | None = None  # of the last pass
+        self._last: Tensor | None = None  # (B, H, K, V): the state after its last node, if it was a chain
+
+    @property
+    def topology(self) -> TreeTopology:
+        """The tree of the pass."""
+        assert self._paths.topology is not None
+        return self._paths.topology
+
+    def before_pending(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The state before the :attr:`pending` updates, of this ``shape`` (B, H, K, V) float32, on the device
+        of ``like``; zeros before any text."""
+        if self._committed is None:
+            self._committed = torch.zeros(shape, dtype=torch.float32, device=like.device)
+        return self._committed
+
+    def committed(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The state after the committed text, as :meth:`before_pending`; no updates are pending then."""
+        state = self.before_pending(like, shape)
+        if self.pending is not None:
+            for number in range(self.pending.key.shape[1]):
+                state = self.pending.apply(state, number, self.num_pending)
+            self.pending = None
+            self.num_pending = None
+        self._committed = state
+        return state
+
+    def keep(self, nodes: Updates, last: Tensor | None) -> None:
+        """Keep what the nodes of the pass do; ``last`` is the state after the last one of a chain, where it
+        is known. Pending updates have been applied."""
+        self.pending = None
+        self.num_pending = None
+        self._nodes = nodes
+        self._last = last
+
+    def commit(self, path: Tensor, num_kept: Tensor, known: list[int]) -> None:
+        """Keep the first ``num_kept`` (B,) long nodes of ``path`` (B, L) long; ``known`` are the same
+        numbers."""
+        if self._nodes is None:
+            return
+        num_nodes = self._nodes.key.shape[1]
+        if self._last is not None and all(count == num_nodes for count in known):
+            self._committed = self._last
+        elif any(known):
+            device = self._nodes.key.device
+            self.pending = self._nodes.along(path[:, : max(known)].to(device))
+            self.num_pending = num_kept.to(device)
+        self._nodes = None
+        self._last = None
+
+    def tensors(self) -> list[Tensor]:
+        """All that is held."""
+        held = [self._committed, self._last]
+        for updates in filter(None, (self.pending, self._nodes)):
+            held += [updates.decay, updates.key, updates.written]
+        return [tensor for tensor in held if tensor is not None]
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Drop all rows but ``rows`` (B',) long."""
+        self._nodes = None
+        self._last = None
+        if self._committed is not None:
+            rows = rows.to(self._committed.device)
+            self._committed = self._committed[rows]
+        if self.pending is not None and self.num_pending is not None:
+            self.pending = self.pending.of_rows(rows)
+            self.num_pending = self.num_pending[rows]
+
+    def join(self, other: MatrixState) -> None:
+        """Append the rows of ``other``."""
+        self._nodes = None
+        self._last = None
+        if self._committed is None or other._committed is None:
+            return
+        own = self._pending_like(other)
+        others = other._pending_like(self)
+        if own is not None and others is not None:
+            length = max(own[0].key.shape[1], others[0].key.shape[1])
+            self.pending = own[0].padded(length).joined(others[0].padded(length))
+            self.num_pending = torch.cat([own[1], others[1]])
+        self._committed = torch.cat([self._committed, other._committed])
+
+    def _pending_like(self, other: MatrixState) -> tuple[Updates, Tensor] | None:
+        """The pending updates and their numbers; updates that no row takes where ``other`` alone has some."""
+        if self.pending is not None and self.num_pending is not None:
+            return self.pending, self.num_pending
+        if other.pending is None or self._committed is None:
+            return None
+        no_row_has_any = torch.zeros(len(self._committed), dtype=torch.long, device=self._committed.device)
+        return other.pending.of_rows(no_row_has_any), no_row_has_any
+
+    def copy_row(self, source: MatrixState, row: int) -> None:
+        """Take the row of ``source``."""
+        if source._committed is None:
+            return
+        self._committed = source._committed[row : row + 1].clone()
+        if source.pending is not None and source.num_pending is not None:
+            only = torch.tensor([row], device=source._committed.device)
+            self.pending = source.pending.of_rows(only)
+            self.num_pending = source.num_pending[only]
+
+
+class StateLayer(LinearAttentionLayer):
+    """The states of one layer, where models of ``transformers`` look for tensors: they hand them to the rules
+    of :mod:`medusa.base.recurrent_rules`. Methods without a docstring are ``transformers``' interface."""
+
+    def __init__(self, paths: Paths, number_of_states: int = 1):
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        self.record_past = True  # models then ask for windows in passes of one token too
+        numbers = range(number_of_states)
+        self.conv_states: dict[int, Any] = {number: ConvolutionState(paths) for number in numbers}
+        self.recurrent_states: dict[int, Any] = {number: MatrixState(paths) for number in numbers}
+        self.has_previous_state = dict.fromkeys(numbers, True)
+
+    @property
+    def states(self) -> list[ConvolutionState | MatrixState]:
+        return [*self.conv_states.values(), *self.recurrent_states.values()]
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        return cast(Tensor, self.conv_states[state_idx].windows(conv_states, conv_kernel_size))
+
+    def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
+        return recurrent_states  # the rule has kept what there is to keep
+
+    def get_seq_length(self, *args: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+class TreeAndStateLayer(StateLayer, TreeCacheLayer):  # type: ignore[misc, override]  # as theirs
+    """A layer with attention and a state side by side."""
+
+    def __init__(self, under_way: Any, paths: Paths, number_of_states: int = 1):
+        TreeCacheLayer.__init__(self, under_way)
+        StateLayer.__init__(self, paths, number_of_states)
+
+    lazy_initialization = TreeCacheLayer.lazy_initialization  # type: ignore[assignment]
+    get_seq_length = TreeCacheLayer.get_seq_length
+    get_mask_sizes = TreeCacheLayer.get_mask_sizes
+
+
+class RecurrentCache(TreeCache):
+    """The cache of B rows of a base that keeps a state: keys and values, and the states of the layers."""
+
+    def __init__(self, config: PreTrainedConfig, num_rows: int, device: torch.device | str):
+        super().__init__(num_rows, 0, device)
         self.config = config
-        self.layers = [_layer_for(layer, self.under_way) for layer in DynamicCache(config=config).layers]
+        self.paths = Paths()
+        self.layers = [self._layer_for(layer) for layer in DynamicCache(config=config).layers]
         self.tree_layers = [layer for layer in self.layers if isinstance(layer, TreeCacheLayer)]
-        self.replay_tokens = torch.zeros(1, 0, dtype=torch.long, device=device)
-        """(1, M) long: tokens that were kept and that the states have not read."""
-        self.is_exact = True
-        """Whether the states are bit-identical to plain decoding's."""
-        self._announced = self.replay_tokens  # (1, M + N) long
-        self._before: list[dict[str, Any]] | None = None  # the states before the pass under way
-        self._checkpoint: tuple[int, list[dict[str, Any]]] = (0, [])  # tokens read, and the states then
+        layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
+        self.states = [state for layer in layers for state in layer.states]
 
-    @property
-    def num_kept(self) -> int:
-        return self.longest + self.replay_tokens.shape[1]
-
-    @property
-    def num_bytes(self) -> int:
-        values: list[Any] = []
-        for layer in self._stateful_layers:
-            for value in _states(layer).values():
-                values += value.values() if isinstance(value, dict) else [value]
-        return super().num_bytes + sum(value.nbytes for value in values if isinstance(value, Tensor))
-
-    @property
-    def _stateful_layers(self) -> list[Any]:
-        return [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
-
-    def begin_pass(self, tokens: Tensor) -> Tensor:
-        """Begin a pass over ``tokens`` (1, N) long; returns the tokens to run, replayed ones first, (1, M +
-        N) long."""
-        self._put_back()
-        self._before = [_copied(_states(layer)) for layer in self._stateful_layers]
-        if self.is_exact:
-            self._checkpoint = self.longest, self._before
-        self._announced = torch.cat([self.replay_tokens, tokens], dim=1)
-        self.plan_pass(self._announced.shape[1])
-        return self._announced
-
-    def keep(self, num_kept: int) -> None:
-        """Keep the first ``num_kept`` of the tokens that were announced, and forget the others."""
-        num_right = self.replay_tokens.shape[1] + num_kept
-        if num_right < self._announced.shape[1]:  # the states have read tokens that are forgotten
-            self._put_back()
-            self.replay_tokens = self._announced[:, :num_right]
-        else:
-            self._before = None
-            self.replay_tokens = self._announced[:, :0]
-            self.is_exact &= num_right == 1
-            self.commit_prefix(torch.full_like(self.lengths, num_right), [num_right])
-
-    @property
-    def is_exact_pass(self) -> bool:
-        """Whether the running pass is bit-identical to plain decoding."""
-        return self.is_exact and self._announced.shape[1] == 1
-
-    def restore_checkpoint(self) -> None:
-        """Go back to the last states that equal plain decoding's."""
-        self.longest, self._before = self._checkpoint
-        self.lengths = torch.full_like(self.lengths, self.longest)
-        self._put_back()
-        self.replay_tokens = self.replay_tokens[:, :0]
-        self.is_exact = True
-
-    def _put_back(self) -> None:
-        """Restore the states before the pass under way, if there is one."""
-        if self._before is not None:
-            for layer, states in zip(self._stateful_layers, self._before, strict=True):
-                vars(layer).update(_copied(states))  # passes write into them, and they may be needed again
-            self._before = None
-
-    def copy_of_row(self, row: int, length: int) -> StatefulRow:
-        """A row of its own with the first ``length`` tokens; without any where the states have read more."""
-        self._put_back()
-        copied = super().copy_of_row(row, self.longest if length >= self.longest else 0)
-        assert isinstance(copied, StatefulRow)
-        if length >= self.longest:
-            for layer, source in zip(copied._stateful_layers, self._stateful_layers, strict=True):
-                vars(layer).update(_copied(_states(source)))
-            copied.replay_tokens = self.replay_tokens[:, : length - self.longest].clone()
-        return copied
-
-    def _empty_row(self) -> StatefulRow:
-        return StatefulRow(self.config, self.lengths.device)
-
-
-class StatefulCache(TreeCache):
-    """The cache of a base that keeps a state: one :class:`StatefulRow` for each row.
-
-    ``lengths`` counts all that was kept, whether the states have read it or not.
-    """
-
-    def __init__(self, rows: Sequence[StatefulRow], device: torch.device | str):
-        super().__init__(len(rows), 0, device)
-        self.stateful_rows = list(rows)
-        self.sync_lengths()
-
-    def sync_lengths(self) -> None:
-        """Update ``lengths`` from the rows."""
-        self.lengths = self.lengths.new_tensor([row.num_kept for row in self.stateful_rows])
-        self.longest = max((row.num_kept for row in self.stateful_rows), default=0)
+    def _layer_for(self, layer: Any) -> Any:
+        """The replacement of a cache layer of ``transformers``; itself where it keeps nothing."""
+        if isinstance(layer, LinearAttentionAndFullAttentionLayer):
+            return TreeAndStateLayer(self.under_way, self.paths, layer.number_of_states)
+        if isinstance(layer, LinearAttentionLayer):
+            return StateLayer(self.paths, layer.number_of_states)
+        return layer if isinstance(layer, WITHOUT_MEMORY) else TreeCacheLayer(self.under_way)
 
     @property
     def num_bytes(self) -> int:
-        return super().num_bytes + sum(row.num_bytes for row in self.stateful_rows)
+        return super().num_bytes + self._state_bytes
+
+    @property
+    def _state_bytes(self) -> int:
+        return sum(tensor.nbytes for state in self.states for tensor in state.tensors())
 
     @property
     def bytes_per_token(self) -> int:
         """Memory that a row takes for each token of its text, its states shared out among these."""
-        rows = (row.num_bytes // max(1, row.num_kept) for row in self.stateful_rows)
-        return super().bytes_per_token + max(rows, default=0)
-
-    @property
-    def capacity(self) -> int:
-        return max((row.capacity for row in self.stateful_rows), default=0)
-
-    @property
-    def num_replay_tokens(self) -> int:
-        """Largest number of tokens over the rows that the next pass replays."""
-        return max((row.replay_tokens.shape[1] for row in self.stateful_rows), default=0)
+        return super().bytes_per_token + self._state_bytes // max(1, self.num_rows * self.longest)
 
     def commit(
         self, path: Tensor, num_kept: Tensor, is_chain: bool = False, known: list[list[int]] | None = None
     ) -> None:
-        """As :meth:`TreeCache.commit`; the pass was a chain."""
-        self.commit_prefix(num_kept, None if known is None else [*map(len, known)])
+        counts = num_kept.tolist() if known is None else [*map(len, known)]
+        self._commit_states(path, num_kept, counts)
+        super().commit(path, num_kept, is_chain, known)
 
     def commit_prefix(self, num_kept: Tensor, known: list[int] | None = None) -> None:
-        for row, count in zip(self.stateful_rows, num_kept.tolist() if known is None else known, strict=True):
-            row.keep(count)
-        self.sync_lengths()
+        known = num_kept.tolist() if known is None else known
+        path = torch.arange(max(known), device=num_kept.device).expand(len(known), -1)
+        self._commit_states(path, num_kept, known)
+        super().commit_prefix(num_kept, known)
 
-    @property
-    def inexact_rows(self) -> list[int]:
-        """Rows whose pass may differ from plain decoding's by rounding."""
-        return [index for index, row in enumerate(self.stateful_rows) if not row.is_exact_pass]
-
-    def split_rows(self) -> list[StatefulCache]:
-        """One single-row cache per row, sharing storage. Call ``sync_lengths()`` after changing them."""
-        return [StatefulCache([row], self.lengths.device) for row in self.stateful_rows]
-
-    def set_checkpoint(self) -> None:
-        """Mark the current states as plain decoding's."""
-        for row in self.stateful_rows:
-            row.is_exact = True
-
-    def restore_checkpoint(self) -> None:
-        """Restore the checkpoint of every row."""
-        for row in self.stateful_rows:
-            row.restore_checkpoint()
-        self.sync_lengths()
+    def _commit_states(self, path: Tensor, num_kept: Tensor, known: list[int]) -> None:
+        """As :meth:`commit`; nothing where it has been done."""
+        for state in self.states:
+            if isinstance(state, MatrixState):
+                state.commit(path, num_kept, known)
+            else:
+                state.commit(path, num_kept)
 
     def uncommit_last(self) -> None:
         raise NotImplementedError("a state cannot forget its last token")
 
     def keep_rows(self, rows: Tensor) -> None:
         super().keep_rows(rows)
-        self.stateful_rows = [self.stateful_rows[row] for row in rows.tolist()]
-        self.sync_lengths()
+        for state in self.states:
+            state.keep_rows(rows)
 
     def join(self, other: TreeCache, most_rows: int = 0) -> None:
-        assert isinstance(other, StatefulCache), "of the same base"
+        assert isinstance(other, RecurrentCache), "of the same base"
         super().join(other, most_rows)
-        self.stateful_rows += other.stateful_rows
-        self.sync_lengths()
+        for state, other_state in zip(self.states, other.states, strict=True):
+            state.join(other_state)  # type: ignore[arg-type]  # of the same kind
 
-    def copy_of_row(self, row: int, length: int) -> StatefulCache:
-        """As :meth:`StatefulRow.copy_of_row`: look at its ``longest``."""
-        copied = StatefulCache([self.stateful_rows[row].copy_of_row(0, length)], self.lengths.device)
-        if self.features is not None:
-            copied.keep_features(self.features[row : row + 1, : copied.longest], copied.lengths * 0, 0)
+    def copy_of_row(self, row: int, length: int) -> TreeCache:
+        """A new cache of one row, with the first ``length`` committed tokens of ``row``; without any where
+        the states have read more: look at its ``longest``."""
+        is_whole = length >= self.known_lengths[row]
+        copied = super().copy_of_row(row, length if is_whole else 0)
+        assert isinstance(copied, RecurrentCache)
+        if is_whole:
+            for state, source in zip(copied.states, self.states, strict=True):
+                state.copy_row(source, row)  # type: ignore[arg-type]  # of the same kind
         return copied
 
-    def clear_uncommitted(self) -> None:
-        super().clear_uncommitted()
-        for row in self.stateful_rows:
-            row.clear_uncommitted()
-
-    def trim(self) -> None:
-        super().trim()
-        for row in self.stateful_rows:
-            row.trim()
-
-
-class TreeAndStateLayer(LinearAttentionLayer, TreeCacheLayer):  # type: ignore[override]  # as theirs
-    """A layer with attention and a state side by side."""
-
-    def __init__(self, under_way: PassSlots, **kwargs: Any):
-        TreeCacheLayer.__init__(self, under_way)
-        LinearAttentionLayer.__init__(self, **kwargs)
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:  # keys and values come by position
-        (TreeCacheLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
-
-
-def _layer_for(layer: Any, under_way: PassSlots) -> Any:
-    """The replacement of a cache layer of ``transformers``; itself where it only keeps a state, or
-    nothing."""
-    if type(layer) in KEYS_AND_VALUES:
-        return TreeCacheLayer(under_way)
-    if isinstance(layer, LinearAttentionAndFullAttentionLayer):
-        return TreeAndStateLayer(under_way, number_of_states=layer.number_of_states)
-    return layer
-
-
-def _states(layer: Any) -> dict[str, Any]:
-    """The attributes of a layer that its passes write, keys and values left out."""
-    attention = vars(TreeCacheLayer(layer.under_way)) if isinstance(layer, TreeCacheLayer) else {}
-    return {name: value for name, value in vars(layer).items() if name not in attention}
-
-
-def _copied(value: Any) -> Any:
-    """``value`` with tensors of its own, in dictionaries too."""
-    if isinstance(value, dict):
-        return {key: _copied(part) for key, part in value.items()}
-    return value.clone() if isinstance(value, Tensor) else value
+    def _empty_row(self) -> TreeCache:
+        return RecurrentCache(self.config, 1, self.lengths.device)

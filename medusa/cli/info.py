@@ -163,8 +163,6 @@ def describe_base(config: PreTrainedConfig) -> dict[str, Any]:
         "layers": dict(Counter(map(kind_of_layer, DynamicCache(config=config).layers))),
         "decodes": decodes,
         "mtp_layers": num_mtp_layers(config),
-        "drafts": "chains: a state follows one path" if is_stateful else "trees",
-        "rows of a batch": "read one after the other" if is_stateful else "read together",
         "steps": "general" if is_stateful else "general, static, compiled, captured",
     }
 

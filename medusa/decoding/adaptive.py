@@ -237,7 +237,7 @@ class AdaptiveDrafting:
 
         ``seconds`` is None where something else than stepping took part, such as compiling. A burst of steps
         counts as one decision. With ``used_fallback`` the :attr:`fallback` drafted, and nothing is learnt
-        about costs. ``num_nodes`` counts the verified nodes, the root and replayed tokens included; any
+        about costs. ``num_nodes`` counts the verified nodes, the root included; any
         number will do where all steps verify equally many.
         """
         step_seconds = None if seconds is None else seconds / num_steps

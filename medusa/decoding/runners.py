@@ -2,13 +2,8 @@
 
 A runner is chosen once for a request or a batch (:mod:`medusa.decoding.step_plan`). It knows how passes are
 computed (by the base's modules or compiled ahead), which cache they need, and when a pass must be run again:
-
-- **A node is not finite.** The base gives NaN or infinity on a guess that nobody would write. Attention
-  multiplies masked slots by 0, so one such node makes all others NaN. The pass is run again without guesses.
-- **A near tie of a recurrent base.** Its layers round differently where they read several tokens at once.
-  Where two scores are so close that plain decoding could choose the other, the row's text is read again token
-  by token, and the pass is run again without guesses.
-
+where a node is not finite. The base gives NaN or infinity on a guess that nobody would write. Attention
+multiplies masked slots by 0, so one such node makes all others NaN. The pass is run again without guesses.
 Steps of fixed shape are run by :mod:`medusa.decoding.static_rows`, and repaired there too: their host reads
 many steps at once, so a row whose node is not finite stands still until then.
 """
@@ -16,22 +11,16 @@ many steps at once, so a row whose node is not finite stands still until then.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from medusa.acceptance.exact import Acceptance
-from medusa.acceptance.sampling import UpcomingNoise
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import CausalLM, new_cache, prefill
 from medusa.base.causal_lm import verify as eager_pass
 from medusa.base.profile import BaseProfile
-from medusa.base.recurrent import StatefulCache
-from medusa.decoding.accept import node_scores, noise_of_nodes
 from medusa.decoding.state import DecodeState
 from medusa.drafters.protocol import Draft
-from medusa.hardware import multiplies_in_float32
 
 CHUNK = 512
 """Tokens of a prompt that one pass reads at most."""
@@ -49,8 +38,6 @@ class Verified:
     """(B, N, D): their hidden states, then those of the drafter's layers."""
     logits: Tensor
     """(B, N, V)."""
-    num_replayed: int = 0
-    """Committed tokens that a recurrent base read again, of the row with most of them."""
 
     def rows_not_finite(self) -> Tensor:
         """(B, 1) bool: whether a row has a node whose hidden state is not finite."""
@@ -59,7 +46,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs passes of a base whose layers are all attention."""
+    """Runs passes of a base."""
 
     base: CausalLM
     """The base, or an engine's view of it."""
@@ -100,17 +87,10 @@ class Runner:
             cache.keep_features(hidden, cache.lengths, cache.longest)
         return Verified(draft, hidden, logits)
 
-    def verify_again(
-        self,
-        state: DecodeState,
-        verified: Verified,
-        acceptance: Acceptance,
-        noise: UpcomingNoise | None,
-        is_finite: bool,
-    ) -> Verified | None:
-        """Another pass in place of ``verified``, whose ``acceptance`` cannot be trusted; None where it can.
+    def verify_again(self, state: DecodeState, verified: Verified, is_finite: bool) -> Verified | None:
+        """Another pass in place of ``verified``, whose acceptance cannot be trusted; None where it can.
 
-        ``is_finite`` says that all hidden states are finite. The returned pass may have to be replaced again.
+        ``is_finite`` says that all hidden states are finite.
         """
         if is_finite or verified.draft.topology.num_nodes == 1:
             return None
@@ -139,93 +119,6 @@ class Runner:
         return self.verify(draft.root_only(), state.cache)
 
 
-MAX_REPLAY_TOKENS = 12
-"""From this number of tokens to be read again on, a step has no guesses."""
-NEAR_TIE = 5e-5
-"""Two scores that differ by less than this share of the largest one may change their order when a recurrent
-base reads several tokens in one pass."""
-
-
-@dataclass(frozen=True)
-class RecurrentRunner(Runner):
-    """Runs passes of a base whose layers keep a state, which begins each from a snapshot
-    (:mod:`medusa.base.recurrent`)."""
-
-    def verify(self, draft: Draft, cache: TreeCache) -> Verified:
-        """As :meth:`Runner.verify`. Where many tokens must be read again, the root alone is verified: then
-        nothing is rejected, and the next pass has none to read again."""
-        assert isinstance(cache, StatefulCache)
-        num_replayed = cache.num_replay_tokens
-        if num_replayed >= MAX_REPLAY_TOKENS:
-            draft = draft.root_only()
-        return replace(super().verify(draft, cache), num_replayed=num_replayed)
-
-    def verify_again(
-        self,
-        state: DecodeState,
-        verified: Verified,
-        acceptance: Acceptance,
-        noise: UpcomingNoise | None,
-        is_finite: bool,
-    ) -> Verified | None:
-        """As :meth:`Runner.verify_again`, and where rows are near a tie.
-
-        This ends: a row that was read again token by token is exact, and no longer among them.
-        """
-        again = super().verify_again(state, verified, acceptance, noise, is_finite)
-        if again is not None:
-            return again
-        rows = self._rows_near_a_tie(state, verified, acceptance, noise)
-        if not rows:
-            return None
-        num_read = self._read_plainly(state, rows)
-        again = self.verify(verified.draft.root_only(), state.cache)
-        return replace(again, num_replayed=max(num_read, verified.num_replayed))
-
-    def _rows_near_a_tie(
-        self, state: DecodeState, verified: Verified, acceptance: Acceptance, noise: UpcomingNoise | None
-    ) -> list[int]:
-        """Rows where one-token decoding could choose another token along the accepted path.
-
-        Only in float32: with fewer bits, ties are too frequent. Not in lockstep: processors that keep a state
-        must not be called again.
-        """
-        assert isinstance(state.cache, StatefulCache)
-        logits = verified.logits
-        is_exact = state.sampled is None and state.request.is_exact and state.lockstep_batch is None
-        if not is_exact or not multiplies_in_float32(logits.dtype, logits.device):
-            return []
-        inexact_rows = state.cache.inexact_rows
-        if not inexact_rows:
-            return []
-        scores = node_scores(state, verified.draft, logits)  # all nodes: batches of these bases are small
-        largest = scores.abs().masked_fill(scores.isinf(), 0).amax(dim=2)  # (B, N)
-        if noise is not None:
-            scores = scores + noise_of_nodes(noise, verified.draft.topology, len(scores))
-        first, second = scores.topk(2, dim=2).values.unbind(dim=2)
-        is_near = (first - second < NEAR_TIE * largest).gather(1, acceptance.path)  # (B, L)
-        depths = torch.arange(is_near.shape[1], device=is_near.device)
-        is_near &= depths <= acceptance.num_accepted[:, None]
-        return [row for row in inexact_rows if is_near[row].any()]
-
-    def _read_plainly(self, state: DecodeState, rows: list[int]) -> int:
-        """Read the text of ``rows`` again one token at a time, from the last checkpoint of exact states up to
-        the token before the root. Returns the largest number of tokens that a row has read."""
-        assert isinstance(state.cache, StatefulCache)
-        most_read = 0
-        row_caches = state.cache.split_rows()
-        for row in rows:
-            cache = row_caches[row]
-            cache.restore_checkpoint()
-            before_root = state.lengths[row : row + 1] - 1
-            num_missing = int(before_root - cache.lengths)
-            if num_missing:
-                self.prefill(state.tokens[row : row + 1], before_root, cache, chunk=1)
-                most_read = max(most_read, num_missing)
-        state.cache.sync_lengths()
-        return most_read
-
-
 def runner_for(
     base: CausalLM,
     profile: BaseProfile,
@@ -234,5 +127,4 @@ def runner_for(
     run_pass: Callable[..., tuple[Tensor, Tensor]] = eager_pass,
 ) -> Runner:
     """The runner of general steps of ``base``; arguments as the fields of :class:`Runner`."""
-    kind = RecurrentRunner if profile.keeps_state else Runner
-    return kind(base, profile, layers, keeps_features, run_pass)
+    return Runner(base, profile, layers, keeps_features, run_pass)

@@ -60,9 +60,8 @@ class StepOutput:
     num_drafted: int
     """The number of its nodes without the root."""
     num_nodes: int = 1
-    """The nodes that a row's pass read, the root and replayed tokens (:mod:`medusa.base.recurrent`) included.
-    Of a pass that was run again, those of the first: they are what the step was begun for, and what made it
-    as long as it was."""
+    """The nodes that a row's pass read, the root included. Of a pass that was run again, those of the first:
+    they are what the step was begun for, and what made it as long as it was."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def decode_step(
     clock.lap("draft")
     # 2. Verify: one forward pass over all nodes of all rows.
     verified = runner.verify(draft, state.cache)
-    num_nodes = verified.draft.topology.num_nodes + verified.num_replayed
+    num_nodes = verified.draft.topology.num_nodes
     if state.lockstep_batch is not None:  # to accept is to call the caller's processors: it is done once
         verified = runner.finite(state, verified)
     clock.lap("verify")
@@ -151,7 +150,7 @@ def decode_step(
     while True:
         acceptance = accept(state, verified.draft, verified.logits, context.noise)
         outcome = _read(verified, acceptance)
-        again = runner.verify_again(state, verified, acceptance, context.noise, outcome.is_finite)
+        again = runner.verify_again(state, verified, outcome.is_finite)
         if again is None:
             break
         verified = again
@@ -209,7 +208,7 @@ def sampled_kind(drafter: Drafter, request: DecodeRequest, runner: Runner) -> Dr
     if rule is None or drafter.max_depth == 0:
         return None
     kind = drafter.sampled_kind(rule.draft_kinds[0])
-    rule.require(kind, drafter.context_only, runner.profile.keeps_state)
+    rule.require(kind, drafter.context_only)
     return kind
 
 

@@ -9,10 +9,6 @@ This is a beam search: at each depth the candidates of highest value, at most ``
 into their most likely next tokens. Unless ``min_accept_prob`` cuts it short, all tensors have fixed shapes,
 so static steps can run it.
 
-A recurrent base (:mod:`medusa.base.recurrent`) verifies only one path per step. For it
-:class:`BestPathDrafter` takes the path of such a tree that is expected to give most tokens: that with the
-largest sum of the probabilities of its nodes.
-
 Shapes beside those of :mod:`medusa`: C candidates, M nodes of the beam, R of the heads' best tokens after
 each, W tokens that a suffix match expects after each, V' tokens that the heads score.
 """
@@ -27,12 +23,12 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from medusa.acceptance.protocol import DraftKind, independent_chains
+from medusa.acceptance.protocol import DraftKind
 from medusa.base.causal_lm import CausalLM
 from medusa.drafters.autoregressive import AutoregressiveDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.levels import LevelDrafter
-from medusa.drafters.protocol import Draft, DraftContext, Drafter, StatelessDrafter
+from medusa.drafters.protocol import Draft, DraftContext, Drafter
 from medusa.drafters.suffix import MAX_CHILDREN, Continuations, continuations, no_trust, nothing_expected
 from medusa.engine.kernels import PackedMatmul, shared_constant
 from medusa.engine.views import packed_as
@@ -422,58 +418,3 @@ class DynamicAutoregressiveDrafter(DynamicDrafter, AutoregressiveDrafter):
         self._level_start = first_node
         topology = TreeTopology.from_parents(self._parents, self._depths_run, depth)
         return self.logits_after_nodes(paths[..., -1], topology, first_node)
-
-
-# ------------------------------------------------------------------ the best path
-
-
-WIDTH = 8
-"""The tree that is searched has as many nodes as this number of chains of its depth."""
-
-
-class BestPathDrafter(StatelessDrafter):
-    """Drafts the best path (:func:`best_path`) of the dynamic trees of ``drafter``; for recurrent bases."""
-
-    def __init__(self, drafter: DynamicDrafter):
-        self._drafter = drafter.with_tree(independent_chains(WIDTH, drafter.tree.depth))
-        self.context_only = drafter.context_only
-        self.needs_features = drafter.needs_features
-        self.aux_layers = drafter.aux_layers
-
-    @property
-    def max_depth(self) -> int:
-        return self._drafter.max_depth
-
-    def with_tree(self, tree: CandidateTree | None = None) -> BestPathDrafter:
-        """A drafter of paths as deep as ``tree``."""
-        return BestPathDrafter(self._drafter.with_tree(tree))
-
-    def reset(self, num_rows: int, after: Drafter | None = None) -> None:
-        self._drafter.reset(num_rows, after._drafter if isinstance(after, BestPathDrafter) else None)
-
-    def keep_rows(self, rows: Tensor) -> None:
-        self._drafter.keep_rows(rows)
-
-    def draft(self, context: DraftContext) -> Draft:
-        return best_path(self._drafter.draft(context))
-
-
-def best_path(draft: Draft) -> Draft:
-    """The path of ``draft``, which must have ``path_logprob``, with the highest expected number of accepted
-    tokens.
-
-    It is a chain as long as the longest path of all rows; shorter rows repeat their last token, with
-    probability 0.
-    """
-    assert draft.path_logprob is not None
-    topology = draft.topology
-    # (B, N): expected number of accepted tokens on the path to each node
-    expected = (topology.ancestors * draft.path_logprob.exp()[:, None]).sum(2)
-    best = expected.argmax(1)
-    depths = topology.depths.expand_as(draft.tokens).gather(1, best[:, None])  # (B, 1)
-    lineage = topology.lineage.expand(len(best), -1, -1)[torch.arange(len(best), device=best.device), best]
-    path = lineage[:, : int(depths.max()) + 1]  # (B, L)
-    is_behind = torch.arange(path.shape[1], device=path.device) > depths
-    path_logprob = draft.path_logprob.gather(1, path).masked_fill(is_behind, -torch.inf)
-    chain = TreeTopology.chain(path.shape[1], path.device, is_draft=True)
-    return Draft(draft.tokens.gather(1, path), chain, path_logprob=path_logprob)

@@ -32,7 +32,6 @@ from medusa.drafters.draft_model import (
     low_precision,
 )
 from medusa.drafters.dynamic import (
-    BestPathDrafter,
     DynamicAutoregressiveDrafter,
     DynamicDrafter,
     DynamicHeadsDrafter,
@@ -359,12 +358,11 @@ class DrafterFactory:
 
         Without a tree the heads draft in the model's own for ``num_rows`` rows and this ``step``, and the
         others in theirs. Parts that use the model's tree are dropped when that tree has one node.
-        ``only_chain`` is for rules that walk one path ("token", "block"). For a recurrent base drafts are
-        chains: dynamic trees give their best path.
+        ``only_chain`` is for rules that walk one path ("token", "block").
 
         Raises:
             ValueError: no such drafter (the message lists those there are), or it lacks something, or it
-                cannot fill ``tree``; or trees side by side were asked for where drafts are chains.
+                cannot fill ``tree``.
         """
         parts = part_names(name)
         if tree is not None and tree.depth == 0:
@@ -377,23 +375,14 @@ class DrafterFactory:
             heads_tree = model_tree if model_tree.depth else None
         if heads_tree is None and not only_chain:  # heads do not pay for this number of rows
             parts = [part for part in parts if not DRAFTERS[part].needs_heads] or parts
-        in_chains = self._host.profile.keeps_state
         drafters = []
         for part in parts:
             original = self._original(part)
             part_tree = heads_tree if DRAFTERS[part].needs_heads else tree
-            if (only_chain or in_chains) and part_tree is None and original.max_depth:
+            if only_chain and part_tree is None and original.max_depth:
                 part_tree = CandidateTree.chain(original.max_depth)
             drafters.append(original.with_tree(part_tree))
-        drafter = _joined(drafters)
-        if in_chains and isinstance(drafter, UnionDrafter):
-            raise ValueError(
-                f"drafter {name!r} drafts trees side by side, and a base that keeps a state verifies chains: "
-                "name one drafter, or 'dynamic-heads+suffix', which gives the best path of both"
-            )
-        if in_chains and isinstance(drafter, DynamicDrafter) and not only_chain:
-            return BestPathDrafter(drafter)
-        return drafter
+        return _joined(drafters)
 
     def _is_idle(self, name: str, num_rows: int, step: StepKind | None) -> bool:
         """Whether ``name`` drafts nothing: only heads, with a tuned tree of one node for ``num_rows``

@@ -8,9 +8,10 @@ from typing import get_args
 
 import torch
 
-from medusa.base.causal_lm import CausalLM, lm_head, lm_head_device
+from medusa.base.causal_lm import CausalLM, lm_head, lm_head_device, with_rules
 from medusa.console import log_console
 from medusa.engine.kernels import kernels_unsupported_reason
+from medusa.engine.matrix_rule import matrix_rule
 from medusa.engine.optimized_heads import optimized_heads
 from medusa.engine.snapshot import Snapshot, alteration_of
 from medusa.engine.views import float32_unsupported_reason, packed_as, packed_unsupported_reason, view_of
@@ -23,7 +24,8 @@ from medusa.trees.tuned_trees import Runtime
 
 
 def apply_engine(base: CausalLM, engine: Engine) -> CausalLM:
-    """The model to decode with: ``base`` itself, or a view of it that shares its parameters.
+    """The model to decode with: ``base`` itself, or a view of it that shares its parameters, as of a base
+    that keeps states (:func:`medusa.base.causal_lm.with_rules`).
 
     Raises:
         ValueError: unknown engine, or one that cannot run this model; the message names the missing
@@ -31,18 +33,18 @@ def apply_engine(base: CausalLM, engine: Engine) -> CausalLM:
     """
     engine = resolved_engine(base, engine)
     if engine == "eager":
-        return base
+        return with_rules(base)
     if packed_as(base) is not None:
         if base.dtype != torch.float32 or base.device.type != "cpu":
             raise ValueError(
                 f"engine={engine!r} holds the weights of the base packed, for float32 on a CPU, and it has "
                 f"been cast or moved since, to {base.dtype} on {base.device}; load it again"
             )
-        return base
+        return with_rules(base, matrix_rule)
     lacks = packed_unsupported_reason(base)
     if lacks is not None:
         raise ValueError(f"engine={engine!r} needs {lacks}; use engine='eager'")
-    return view_of(base, int8=engine == "int8")
+    return with_rules(view_of(base, int8=engine == "int8"), matrix_rule)
 
 
 def resolved_engine(base: CausalLM, engine: Engine) -> Engine:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medusa.base.experts import expert_matrices, shape_of_experts
+from medusa.base.rowwise import WHOLE_VECTORS, of_rows_in_parts
 from medusa.engine.kernels import PackedMatmul, lanes
-from medusa.engine.rowwise import WHOLE_VECTORS, of_rows_in_parts
 
 
 class PackedExperts(nn.Module):

@@ -15,7 +15,7 @@ from medusa.base.architecture_check import is_tested, verification_error
 from medusa.base.attention import TREE_ATTENTION
 from medusa.base.causal_lm import CausalLM, copy_sharing_parameters
 from medusa.base.experts import is_experts
-from medusa.base.recurrent import is_recurrent
+from medusa.base.rowwise import RowwiseActivation
 from medusa.engine.kernels import (
     PackedLinear,
     PackedMatmul,
@@ -23,7 +23,6 @@ from medusa.engine.kernels import (
     narrowest_dtype,
 )
 from medusa.engine.packed_experts import PackedExperts, is_router, pack_router
-from medusa.engine.rowwise import RowwiseActivation
 from medusa.engine.snapshot import alteration_of
 
 ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")
@@ -92,10 +91,10 @@ def takes_tree_attention(base: CausalLM) -> bool:
     """Whether ``base`` computes the same with the kernels' attention instead of its own.
 
     Models that derive masks of their own from ours, such as Doge, do not; a trial decides (see
-    :mod:`medusa.base.architecture_check`). Nor do recurrent models, which make their masks themselves.
+    :mod:`medusa.base.architecture_check`).
     """
     attention = _attention_of(base)
-    if attention not in TREE_ATTENTION or not base._can_set_attn_implementation() or is_recurrent(base):
+    if attention not in TREE_ATTENTION or not base._can_set_attn_implementation():
         return False
     if is_tested(base):
         return True

@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from medusa.base.causal_lm import hidden_states, layers_of, lm_head, lm_head_device, longrope_threshold
-from medusa.base.recurrent import is_recurrent
 from medusa.heads.autoregressive_head import AutoregressiveHead, Heads, unroll
 from medusa.trees.rank_counts import MISS, UNKNOWN, RankCounts
 
@@ -86,9 +85,7 @@ def calibrate_each(
             for index, row_ranks in zip(indices, batch_ranks, strict=True):
                 ranks_of_rows[index] = row_ranks
     counts = [
-        RankCounts(
-            tuple(answer for row_ranks in ranks_of_rows for answer in row_ranks), max_rank, is_recurrent(base)
-        )
+        RankCounts(tuple(answer for row_ranks in ranks_of_rows for answer in row_ranks), max_rank)
         for ranks_of_rows in ranks
     ]
     if not all(heads_counts.ranks for heads_counts in counts):

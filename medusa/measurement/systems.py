@@ -176,7 +176,7 @@ def _ours(
         drafter = drafters.make(name, only_chain=only_chain)
         try:
             kind = drafter.sampled_kind(required.draft_kinds[0])
-            required.require(kind, drafter.context_only, model.profile.keeps_state)
+            required.require(kind, drafter.context_only)
         except ValueError as reason:
             return str(reason)
 

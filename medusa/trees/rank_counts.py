@@ -37,8 +37,6 @@ class RankCounts:
     """One (P, K) int16 tensor per answer: position by position, head by head; MISS or UNKNOWN below 0."""
     max_rank: int
     """How many guesses of each head were looked at."""
-    only_chains: bool = False
-    """Whether the best trees are chains, as for bases that keep a state."""
 
     def __add__(self, other: RankCounts) -> RankCounts:
         if (self.max_rank, self.num_heads) != (other.max_rank, other.num_heads):
@@ -105,7 +103,7 @@ class RankCounts:
             )
         totals = torch.tensor(self.head_totals)[:, None] + UNSEEN * self.max_rank
         alone = ((self.head_counts + UNSEEN) / totals).tolist()
-        num_ranks = 1 if self.only_chains else self.max_rank
+        num_ranks = self.max_rank
         depth_limit = self.num_heads if max_depth is None else min(max_depth, self.num_heads)
 
         def child_rates(path: RankPath) -> list[float]:

@@ -52,7 +52,7 @@ from medusa.base.architecture_check import (
 )
 from medusa.base.causal_lm import decoder_layers
 from medusa.base.loading import load_base
-from medusa.base.recurrent import StatefulRow
+from medusa.base.recurrent import MatrixState
 
 SMALL = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
 REFUSED = {
@@ -64,7 +64,7 @@ REFUSED = {
     ),
     "recurrent": (
         lambda: MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1)),
-        "MambaForCausalLM reads several tokens at a time without the tokens before them",
+        r"MambaForCausalLM has layers that change their state by a rule of their own \(MambaMixer\)",
     ),
     "a state in its modules": (
         lambda: tiny_stateful_model("recurrent_gemma"),
@@ -76,11 +76,11 @@ REFUSED = {
     ),
     "a state in cache layers of its own": (
         lambda: tiny_stateful_model("qwen4_exp_text"),
-        "Qwen4ExpForCausalLM keeps its states in DynamicIndexedLayer, which medusa cannot copy",
+        "Qwen4ExpForCausalLM keeps its states in DynamicIndexedLayer, which medusa does not know",
     ),
-    "another rule for one token": (
-        lambda: tiny_stateful_model("zamba2"),
-        r"Zamba2ForCausalLM limits its time steps to \(0.001, inf\) where a pass reads several tokens",
+    "a state that a convolution of its own changes": (
+        lambda: tiny_stateful_model("zaya"),
+        r"ZayaForCausalLM has layers that change their state by a rule of their own \(ZayaCCAProjection\)",
     ),
     "no position_ids": (
         lambda: BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)),
@@ -226,10 +226,10 @@ def test_the_trial_finds_no_fault_in_a_type_that_keeps_a_state(model_type):
     check_tree_verification(stateful_model(model_type))
 
 
-def test_the_trial_notices_a_state_that_is_not_put_back(monkeypatch):
-    monkeypatch.setattr(StatefulRow, "_put_back", lambda row: None)
-    with pytest.raises(ValueError, match="gives a chain of draft tokens other logits than the same tokens"):
-        check_tree_verification(stateful_model("lfm2"))
+def test_the_trial_notices_a_state_that_keeps_what_was_rejected(monkeypatch):
+    monkeypatch.setattr(MatrixState, "commit", lambda state, path, num_kept, known: None)
+    with pytest.raises(ValueError, match="gives a tree of draft tokens other logits than the same tokens"):
+        check_tree_verification(stateful_model("bamba"))
 
 
 @needs_newest

@@ -253,21 +253,20 @@ def test_info_lists_the_places_that_trees_were_tuned_at(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("base", "expected"),
     [
-        (lambda: tiny_model("llama"), {"layers": {"attention": 2}, "decodes": "yes", "drafts": "trees"}),
+        (lambda: tiny_model("llama"), {"layers": {"attention": 2}, "decodes": "yes"}),
         (
             lambda: stateful_model("lfm2"),
             {
                 "layers": {"with a state": 1, "attention": 1},
                 "decodes": "yes",
-                "drafts": "chains: a state follows one path",
-                "rows of a batch": "read one after the other",
+                "steps": "general",
             },
         ),
         (
             lambda: tiny_stateful_model("jamba"),
             {
-                "decodes": "no: JambaForCausalLM reads several tokens at a time without the tokens "
-                "before them, so no draft can be verified on it; use its own generate"
+                "decodes": "no: JambaForCausalLM has layers that change their state by a rule of their own "
+                "(JambaMambaMixer), so no draft can be verified on it; use its own generate"
             },
         ),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from conftest import (
     OracleDrafter,
     assert_exact,
     left_padded,
+    needs_kernels,
     random_heads,
     random_prompts,
     tiny_model,
@@ -24,12 +26,17 @@ from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from medusa import CandidateTree, MedusaModel
 from medusa.acceptance.rules import RULES
+from medusa.base import recurrent_rules
+from medusa.base.causal_lm import new_cache, prefill, verify
+from medusa.base.recurrent import MatrixState, Paths
 from medusa.decoding.batch import BatchLimits, Row
-from medusa.decoding.runners import MAX_REPLAY_TOKENS
 from medusa.drafters.draft_model import DraftModelDrafter
-from medusa.drafters.dynamic import BestPathDrafter, best_path
+from medusa.drafters.dynamic import DynamicDrafter
 from medusa.drafters.protocol import Draft
 from medusa.drafters.suffix import SuffixDrafter
+from medusa.engine import matrix_rule
+from medusa.engine.engine_state import apply_engine
+from medusa.engine.kernels import lanes
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.trees.candidate_tree import TreeTopology
 
@@ -56,7 +63,7 @@ def ties_of(model_type: str, num_prompts: int, new: int) -> int:
         prompt = random_prompts(1, 3 + 2 * seed, seed)
         expected = own_answer(model, prompt, max_new_tokens=new)
         for hit_rate in (0.0, 0.6, 1.0):
-            drafter = OracleDrafter(expected.tolist(), CandidateTree.chain(3), hit_rate, seed)
+            drafter = OracleDrafter(expected.tolist(), BUSHY, hit_rate, seed)
             text = model.generate(prompt, max_new_tokens=new, do_sample=False, drafter=drafter)
             ties += turned_at_a_tie(model.base, text, expected, prompt.shape[1])
     return ties
@@ -73,20 +80,16 @@ def test_of_two_thousand_greedy_answers_fewer_than_one_in_a_hundred_turns_at_a_t
     assert sum(ties.values()) < 0.01 * 3 * 48 * len(DECODABLE), ties
 
 
+@needs_kernels
 @pytest.mark.parametrize("model_type", DECODABLE)
 def test_text_is_that_of_plain_decoding_where_the_two_best_logits_all_but_tie(model_type):
-    model, prompt = MedusaModel(model_of_twins(model_type)), random_prompts(1, 9)
-    plain = model.generate(prompt, **GREEDY, tree=CHAIN.subtree(0))
-    hows = ({"drafter": OracleDrafter(plain.tolist(), CHAIN, hit_rate)} for hit_rate in (0.6, 1.0))
-    assert_exact(model, prompt, *hows, expected=plain, **GREEDY)
-
-
-def test_rows_of_a_batch_that_all_but_tie_are_each_read_again():
-    model, prompts = MedusaModel(model_of_twins("bamba")), random_prompts(3, 9)
-    with pytest.warns(UserWarning, match="read one after the other"):
-        plain = model.generate(prompts, **GREEDY, tree=CHAIN.subtree(0))
-        drafter = OracleDrafter(plain.tolist(), CHAIN, 0.8)
-        assert_exact(model, prompts, {"drafter": drafter}, expected=plain, **GREEDY)
+    """What rounds otherwise, for several tokens or several rows, would soon write another text."""
+    model = MedusaModel(model_of_twins(model_type), engine="packed")
+    prompts = random_prompts(3, 9)
+    alone = [model.generate(prompts[row : row + 1], **GREEDY, tree=CHAIN.subtree(0)) for row in range(3)]
+    together = torch.cat(alone)
+    hows = ({"drafter": OracleDrafter(together.tolist(), BUSHY, hit_rate)} for hit_rate in (0.6, 1.0))
+    assert_exact(model, prompts, {"tree": CHAIN.subtree(0)}, *hows, expected=together, **GREEDY)
 
 
 @st.composite
@@ -97,7 +100,9 @@ def calls(draw) -> tuple:
     options |= draw(st.sampled_from([{}, {"eos_token_id": EOS}, {"no_repeat_ngram_size": 2}]))
     options |= {"do_sample": True, "temperature": draw(st.sampled_from([0.7, 1.3])), "seed": 5}
     drafter = draw(
-        st.sampled_from(["heads", "dynamic-heads", "suffix", "dynamic-heads+suffix", "oracle", None])
+        st.sampled_from(
+            ["heads", "dynamic-heads", "suffix", "heads+suffix", "dynamic-heads+suffix", "oracle", None]
+        )
     )
     return draw(st.sampled_from(DECODABLE)), lengths, options, drafter, draw(st.integers(0, 99))
 
@@ -116,36 +121,19 @@ def test_a_seed_gives_the_text_of_plain_decoding_whoever_drafts(call):
             answers = [
                 row[max(lengths) - length :].tolist() for row, length in zip(plain, lengths, strict=True)
             ]
-            drafter = OracleDrafter(answers, CandidateTree.chain(4), 0.7, seed)
+            drafter = OracleDrafter(answers, BUSHY, 0.7, seed)
         text = model.generate(**batch, **options, drafter=drafter)
     assert torch.equal(text, plain)
 
 
 @pytest.mark.parametrize("model_type", SOME)
-def test_rows_of_a_padded_batch_are_what_they_are_alone_and_generate_says_how_they_are_read(model_type):
+def test_rows_of_a_padded_batch_are_what_they_are_alone(model_type):
     model, lengths = model_of(model_type), [9, 4, 13]
     prompts = random_prompts(3, 13)
-    with pytest.warns(UserWarning, match="the 3 rows of this batch are read one after the other"):
-        text = model.generate(**left_padded(prompts, lengths), max_new_tokens=16, do_sample=False)
+    text = model.generate(**left_padded(prompts, lengths), max_new_tokens=16, do_sample=False)
     for row, length in enumerate(lengths):
         alone = own_answer(model, prompts[row : row + 1, 13 - length :], max_new_tokens=16)
         assert text[row, 13:].tolist() == alone[0, length:].tolist()
-
-
-@pytest.mark.parametrize("model_type", SOME)
-def test_tokens_that_are_read_again_never_pile_up(model_type):
-    model, prompt = model_of(model_type), random_prompts(1, 9)
-    plain = model.generate(prompt, max_new_tokens=60, do_sample=False, tree=CandidateTree.chain(0))
-    widths = []
-    hook = model.base.get_input_embeddings().register_forward_pre_hook(
-        lambda module, args: widths.append(args[0].shape[1])
-    )
-    drafter = OracleDrafter(plain.tolist(), CandidateTree.chain(3), 0.5)
-    text = model.generate(prompt, max_new_tokens=60, do_sample=False, drafter=drafter)
-    hook.remove()
-    assert torch.equal(text, plain)
-    assert max(widths[1:]) > MAX_REPLAY_TOKENS  # it came to that
-    assert max(widths) <= MAX_REPLAY_TOKENS + 3 + 4  # what one more step may add, and a draft
 
 
 class Favours(LogitsProcessor):
@@ -165,7 +153,7 @@ def test_processors_criteria_and_early_ends_are_those_of_transformers(model_type
         {"logits_processor": LogitsProcessorList([Favours()])},
     ):
         expected = own_answer(model, prompt, max_new_tokens=30, **options)
-        how = {"drafter": OracleDrafter(expected.tolist(), CHAIN, 0.7)}
+        how = {"drafter": OracleDrafter(expected.tolist(), BUSHY, 0.7)}
         assert_exact(model, prompt, how, expected=expected, **GREEDY, **options)
 
 
@@ -212,16 +200,14 @@ def test_rules_for_sampled_chains_run(rule):
         assert model.generate(prompt, **options).shape == (1, 39)
 
 
-def test_a_rule_that_needs_a_draft_at_every_step_is_refused_before_the_first_token():
+@pytest.mark.parametrize("rule", ["greedy_block", "block"])
+def test_rules_that_verify_blocks_run_with_a_draft_model(rule):
     model, prompt = model_of("lfm2"), random_prompts(1, 9)
     drafter = DraftModelDrafter(tiny_model("llama"), VOCAB_SIZE, CandidateTree.chain(3))
-    options = {"max_new_tokens": 4, "acceptance": "greedy_block", "drafter": drafter}
-    with pytest.raises(ValueError, match=r"'greedy_block' needs a draft of one length .* acceptance='block'"):
-        next(model.stream(prompt, do_sample=True, seed=1, **options))
+    options = {"max_new_tokens": 30, "acceptance": rule, "drafter": drafter}
+    assert model.generate(prompt, do_sample=True, seed=1, **options).shape == (1, 39)
     greedy = model.generate(prompt, do_sample=False, **options)  # no rule is asked
-    assert torch.equal(greedy, own_answer(model, prompt, max_new_tokens=4))
-    sampled = options | {"max_new_tokens": 60, "acceptance": "block"}
-    assert model.generate(prompt, do_sample=True, seed=1, **sampled).shape == (1, 69)
+    assert torch.equal(greedy, own_answer(model, prompt, max_new_tokens=30))
 
 
 @pytest.mark.parametrize("model_type", SOME)
@@ -281,12 +267,8 @@ def refused_by(**options):
     return lambda: model_of("lfm2").generate(random_prompts(1, 5), **options, max_new_tokens=4)
 
 
-test_what_a_state_cannot_follow_is_refused = refusals(
-    ("a tree", refused_by(tree=BUSHY), "tree must be a chain for Lfm2ForCausalLM, ... of 11 nodes"),
-    ("its tree", lambda: MedusaModel(stateful_model("lfm2"), random_heads(), BUSHY.subtree(3)), "be a chain"),
-    ("a union", refused_by(drafter="heads+suffix"), "'heads+suffix' drafts trees side by side"),
+test_what_does_not_run_on_a_state_is_refused = refusals(
     ("early exit", refused_by(drafter="early-exit"), "'early-exit' needs ... layers are all attention"),
-    ("drafts", refused_by(drafter=OracleDrafter([[0] * 99], BUSHY, 0.5)), "chains, got a tree"),
     ("static", refused_by(step="static"), "step='static' needs a base whose layers are all attention"),
 )
 
@@ -295,18 +277,78 @@ def test_a_base_that_keeps_a_state_cannot_be_compiled():
     assert not model_of("lfm2").can_compile
 
 
-def test_the_best_path_is_the_one_on_which_most_guesses_are_expected_to_be_right():
-    parents = torch.tensor([[0, 0, 0, 1, 3]])
-    topology = TreeTopology.from_parents(parents, torch.tensor([[0, 1, 1, 2, 3]]), 3)
-    probabilities = torch.tensor([[1.0, 0.4, 0.5, 0.3, 0.1], [1.0, 0.3, 0.6, 0.1, 0.05]])
-    draft = Draft(torch.tensor([[5, 6, 7, 8, 9]] * 2), topology, path_logprob=probabilities.log())
-    path = best_path(draft)
-    assert path.tokens.tolist() == [[5, 6, 8, 9], [5, 7, 7, 7]]
-    assert path.topology.is_chain
-    assert torch.allclose(path.path_logprob.exp(), torch.tensor([[1, 0.4, 0.3, 0.1], [1, 0.6, 0, 0]]))
+def test_drafts_are_trees_by_default():
+    assert isinstance(model_of("lfm2").drafter_for(1), DynamicDrafter)
 
 
-def test_dynamic_heads_and_a_match_draft_the_best_path_by_default():
-    drafter = model_of("lfm2").drafter_for(1)
-    assert isinstance(drafter, BestPathDrafter)
-    assert drafter.max_depth == 16  # as long as a match
+@needs_kernels
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", DECODABLE)
+def test_a_state_has_the_same_bits_in_whatever_passes_its_text_was_read(model_type):
+    """Prompts in chunks, trees of which a branch or nothing is kept, and other rows beside."""
+    base = apply_engine(stateful_model(model_type), "packed")
+    text = random_prompts(2, 24)
+    lengths = torch.tensor([24, 17])
+    whole = new_cache(base, 2)
+    prefill(base, text, lengths, whole, chunk=24)
+    drawn = random.Random(0)
+    for _ in range(4):
+        cache = new_cache(base, 2)
+        prefill(base, text, torch.tensor([5, 3]), cache, chunk=drawn.randint(1, 5))
+        while not torch.equal(cache.lengths, lengths):
+            kept = torch.tensor(
+                [min(drawn.randint(0, 3), left) for left in (lengths - cache.lengths).tolist()]
+            )
+            nodes = random_prompts(2, BUSHY.num_nodes, drawn.randint(0, 99))
+            path = torch.tensor(drawn.choice(PATHS))
+            for row in range(2):  # the kept nodes of the path hold the text
+                start = int(cache.lengths[row])
+                count = int(kept[row])
+                nodes[row, path[:count]] = text[row, start : start + count]
+            verify(base, nodes, BUSHY.topology(text.device), cache)
+            cache.commit(path.expand(2, -1), kept)
+        after = random_prompts(2, 1, 7)
+        chain = TreeTopology.chain(1, text.device)
+        for expected, actual in zip(
+            verify(base, after, chain, whole), verify(base, after, chain, cache), strict=True
+        ):
+            assert torch.equal(expected, actual)
+
+
+PATHS = [path for path in BUSHY.topology(torch.device("cpu")).lineage[0].tolist() if len(set(path)) >= 3]
+"""Paths of three nodes and more."""
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "rule", [recurrent_rules.matrix_rule, matrix_rule.matrix_rule], ids=["torch", "kernel"]
+)
+@pytest.mark.parametrize("sizes", [(1, 4, 3), (3, 20, 33), (2, 128, 64)])
+def test_the_rules_are_those_of_their_papers(rule, sizes):
+    """The gated delta rule, KDA and the state-space rule, written down for one head."""
+    lanes()  # loads the kernels
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape):
+        return torch.rand(shape, generator=generator) / 4
+
+    N = 7
+    H, K, V = sizes
+    q, k, v, beta = drawn(1, N, H, K), drawn(1, N, H, K), drawn(1, N, H, V), drawn(1, N, H)
+    for decay, correction in ((drawn(1, N, H), beta), (drawn(1, N, H, K), beta), (drawn(1, N, H), None)):
+        actual = rule(state_of(N), q, k, v, decay, correction)
+        for head in range(H):
+            S = torch.zeros(K, V)
+            for n in range(N):
+                S = decay[0, n, head][..., None] * S
+                seen = 0 if correction is None else S.T @ k[0, n, head]
+                factor = 1 if correction is None else correction[0, n, head]
+                S = S + torch.outer(k[0, n, head], factor * (v[0, n, head] - seen))
+                torch.testing.assert_close(actual[0, n, head], S.T @ q[0, n, head])
+
+
+def state_of(num_nodes: int) -> MatrixState:
+    """An empty state before a chain."""
+    paths = Paths()
+    paths.begin(TreeTopology.chain(num_nodes, "cpu"))
+    return MatrixState(paths)

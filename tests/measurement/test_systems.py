@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from conftest import tiny_model
-from stateful_models import stateful_model
 from tiny_chat import chat_heads, chat_model, save_chat_model
 
-from medusa import HeadsCheckpoint, MedusaModel, save_heads
+from medusa import HeadsCheckpoint, save_heads
 from medusa.drafters.registry import DrafterSettings
 from medusa.heads.adapter import Adapter
 from medusa.measurement.systems import (
@@ -38,14 +36,6 @@ def test_what_cannot_run_here_is_left_out_with_the_reason(monkeypatch):
     assert list(systems) == ["transformers", "prompt-lookup"]
     assert "needs a C++ compiler" in skipped["transformers-static"]
     assert "give --draft-model" in skipped["assisted"]
-
-
-def test_a_rule_that_needs_a_draft_at_every_step_is_left_out_on_a_base_that_keeps_a_state():
-    model, settings = MedusaModel(stateful_model("lfm2")), DrafterSettings(draft_model=tiny_model("llama"))
-    rules = ["block", "greedy_block"]
-    systems, skipped = make_systems(["draft-model"], model, settings, rules=rules, is_greedy=False)
-    assert len(systems) == len(skipped) == 1
-    assert "needs a draft of one length at every step" in skipped["draft-model x greedy_block"]
 
 
 def test_by_default_our_default_takes_part_and_nothing_compiles_on_a_processor():

@@ -65,6 +65,11 @@ STABLE_TORCH_LIBRARY(medusa, m) {
   m.def(
       "seen_slots(Tensor lengths, Tensor depths, Tensor ancestors, int first, int end, bool by_range,"
       " int? window) -> Tensor");
+  // layers that keep a state
+  m.def(
+      "matrix_rule(Tensor(a!) state, Tensor? pending_decay, Tensor? pending_key, Tensor? pending_written,"
+      " Tensor? num_pending, Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta,"
+      " Tensor? parents, bool keeps_last) -> Tensor[]");
   // drafts
   m.def("remember(Tensor(a!) ring, Tensor(b!) latest, int total, Tensor text) -> int");
   m.def(
@@ -104,6 +109,7 @@ STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
   m.impl("is_in_whole_numbers", TORCH_BOX(&medusa::is_in_whole_numbers));
   m.impl("tree_attention", TORCH_BOX(&medusa::tree_attention_in_eager_pass));
   m.impl("seen_slots", TORCH_BOX(&medusa::seen_slots));
+  m.impl("matrix_rule", TORCH_BOX(&medusa::matrix_rule));
   m.impl("remember", TORCH_BOX(&medusa::remember));
   m.impl("continuations", TORCH_BOX(&medusa::continuations));
   m.impl("grow", TORCH_BOX(&medusa::grow));

@@ -45,6 +45,12 @@ Tensor tree_attention(const Tensor& query, const Tensor& key, const Tensor& valu
                       double scale, double cap, std::optional<Tensor> sinks);
 Tensor seen_slots(const Tensor& lengths, Tensor depths, Tensor ancestors, int64_t first, int64_t end,
                   bool by_range, std::optional<int64_t> window);
+// matrix_states.cpp
+std::vector<Tensor> matrix_rule(Tensor state, std::optional<Tensor> pending_decay,
+                                std::optional<Tensor> pending_key, std::optional<Tensor> pending_written,
+                                std::optional<Tensor> num_pending, Tensor query, Tensor key, Tensor value,
+                                Tensor decay, std::optional<Tensor> beta, std::optional<Tensor> parents,
+                                bool keeps_last);
 // dynamic_trees.cpp
 std::tuple<std::vector<Tensor>, bool> grow(
     Tensor logits, std::optional<Tensor> sharpness, std::optional<Tensor> noise,

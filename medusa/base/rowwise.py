@@ -27,15 +27,21 @@ class RowwiseActivation(nn.Module):
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        missing = -x.shape[-1] % WHOLE_VECTORS
-        if missing:
-            return self._of_whole(nn.functional.pad(x, (0, missing)))[..., : x.shape[-1]]
-        return self._of_whole(x.contiguous())
+        return rowwise(self.function, x)
 
-    def _of_whole(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_exporting() or x.numel() < LOOP_NUMBERS:
-            return self.function(x)
-        return of_rows_in_parts(self.function, x.flatten(0, -2)).view(x.shape)
+
+def rowwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An elementwise ``function`` of ``x`` (..., W), as :class:`RowwiseActivation` computes it."""
+    missing = -x.shape[-1] % WHOLE_VECTORS
+    if missing:
+        return _of_whole(function, nn.functional.pad(x, (0, missing)))[..., : x.shape[-1]]
+    return _of_whole(function, x.contiguous())
+
+
+def _of_whole(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    if torch.compiler.is_exporting() or x.numel() < LOOP_NUMBERS:
+        return function(x)
+    return of_rows_in_parts(function, x.flatten(0, -2)).view(x.shape)
 
 
 def of_rows_in_parts(
