@@ -50,8 +50,14 @@ class Keys:
         return self.file.metadata.get(f"{self.file.architecture}.{key}", default)
 
     @property
+    def drafting_blocks(self) -> range:
+        """The blocks behind those of the model: layers for multi-token prediction."""
+        count = self["block_count"]
+        return range(count - self.get("nextn_predict_layers", 0), count)
+
+    @property
     def num_layers(self) -> int:
-        return self["block_count"] - self.get("nextn_predict_layers", 0)
+        return self.drafting_blocks.start
 
     def of_layers(self, key: str) -> list[Any]:
         """A value of each layer; a file may have one for all."""
@@ -185,8 +191,6 @@ SHORT_FACTORS = "rope_factors_short.weight"
 def _gemma4(keys: Keys) -> dict[str, Any]:
     is_window = keys.of_layers("attention.sliding_window_pattern")
     heads = keys.of_layers("attention.head_count_kv")
-    of_windows = next(count for count, window in zip(heads, is_window, strict=True) if window)
-    of_all = next(count for count, window in zip(heads, is_window, strict=True) if not window)
     widths = keys.of_layers("feed_forward_length")
     full = is_window.index(False)
     has_values = f"blk.{full}.attn_v.weight" in keys.file.tensors
@@ -198,7 +202,7 @@ def _gemma4(keys: Keys) -> dict[str, Any]:
     num_experts = keys.get("expert_count", 0)
     settings = {
         "num_attention_heads": keys["attention.head_count"],
-        "num_key_value_heads": of_windows,
+        "num_key_value_heads": heads[is_window.index(True)],
         "head_dim": keys["attention.key_length_swa"],
         "global_head_dim": keys["attention.key_length"],
         "attention_k_eq_v": not has_values,
@@ -217,7 +221,7 @@ def _gemma4(keys: Keys) -> dict[str, Any]:
         **_windows(keys),
     }
     if not has_values:
-        settings["num_global_key_value_heads"] = of_all
+        settings["num_global_key_value_heads"] = heads[full]
     if num_experts:
         settings |= {
             "enable_moe_block": True,

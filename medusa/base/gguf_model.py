@@ -42,6 +42,7 @@ from medusa.base.experts import arranged, expert_matrices, is_experts
 from medusa.base.gguf_architectures import (
     ARCHITECTURES,
     ROPE_FACTORS,
+    Keys,
     in_shape,
     settings_of,
     sources_in_layer,
@@ -108,10 +109,10 @@ def gguf_config(file: GGUFFile) -> PreTrainedConfig:
             setattr(config, name, file.metadata[f"{file.architecture}.{key}"])
     if file.architecture in WITHOUT_VOCABULARY and "token_embd.weight" in file.tensors:
         config.vocab_size = file.tensors["token_embd.weight"].shape[0]
-    if _drafting_blocks(file):
-        config.num_mtp_layers = config.mtp_num_hidden_layers = len(_drafting_blocks(file))
-    elif file.architecture in GGUF_ARCHS:
-        config.mtp_num_hidden_layers = 0
+    with _explained_metadata(file):
+        blocks = Keys(file).drafting_blocks
+        # said also where there are none: the configurations of some models leave it to their files
+        config.mtp_num_hidden_layers = sum(f"blk.{each}.{PROJECTION}" in file.tensors for each in blocks)
     if file.architecture == YARN_APART:
         scaling = {name: file.metadata.get(f"{file.architecture}.{key}") for key, name in YARN.items()}
         known = {name: value for name, value in scaling.items() if value is not None}
@@ -137,20 +138,22 @@ def _check_sizes(file: GGUFFile) -> None:
 
 def _config_of(file: GGUFFile) -> PreTrainedConfig:
     """The configuration that ``transformers`` makes of the metadata: in one of two ways, by architecture."""
+    import gguf
+
+    listed = {*gguf.MODEL_ARCH_NAMES.values()}
     with _explained_metadata(file):
-        if file.architecture in ARCHITECTURES:
+        if file.architecture in ARCHITECTURES.keys() & listed:
             return AutoConfig.for_model(**settings_of(file))
         if file.architecture in GGUF_CONFIG_ARCHS:
             return AutoConfig.for_model(**get_gguf_config(dict(file.metadata), tuple(file.tensors)))
-    import gguf
-
     known = {name.replace("_", "").replace("-", "") for name in GGUF_SUPPORTED_ARCHITECTURES}
     is_known = file.architecture.replace("_", "").replace("-", "") in known
-    if not is_known or file.architecture not in gguf.MODEL_ARCH_NAMES.values():
-        listed = ", ".join(sorted({*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_ARCHS, *ARCHITECTURES} - _NO_MODELS))
+    if not is_known or file.architecture not in listed:
+        of_transformers = {*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_ARCHS}
+        names = ", ".join(sorted((of_transformers | ARCHITECTURES.keys() & listed) - _NO_MODELS))
         raise ValueError(
             f"{file.path} holds a model of architecture {file.architecture!r}, which is read "
-            f"from no GGUF file; those that are read are {listed}. "
+            f"from no GGUF file; those that are read are {names}. "
             "Convert the model's own repository, or choose another file"
         )
     with tempfile.TemporaryDirectory(prefix="medusa-gguf-") as directory, _explained_metadata(file):
@@ -476,14 +479,10 @@ def _by_conversions(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
 
 # ------------------------------------------------------------------ layers for multi-token prediction
 
+PROJECTION = "nextn.eh_proj.weight"
+"""The tensor of such a layer that is of no other's."""
 AROUND = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head_norm": "post_norm"}
 """What stands around such a layer, as files call it behind ``nextn``, and as ``transformers`` does."""
-
-
-def _drafting_blocks(file: GGUFFile) -> range:
-    """The blocks of ``file`` behind those of its model: layers for multi-token prediction."""
-    count = file.metadata.get(f"{file.architecture}.block_count", 0)
-    return range(count - file.metadata.get(f"{file.architecture}.nextn_predict_layers", 0), count)
 
 
 def _tensors_of(file: GGUFFile, blocks: Collection[int]) -> list[str]:
@@ -502,7 +501,7 @@ def fill_mtp_layers(file: GGUFFile, base: Any, layers: torch.nn.ModuleList, dtyp
     kinds = getattr(base.config, "layer_types", None) or ["full_attention"] * base.config.num_hidden_layers
     like = max(number for number, kind in enumerate(kinds) if kind == "full_attention")
     decoder = next(name for name, module in base.named_modules() if module is base.get_decoder())
-    for block, layer in zip(_drafting_blocks(file), layers, strict=False):
+    for block, layer in zip(Keys(file).drafting_blocks, layers, strict=False):
         names = {
             name.replace(f"blk.{block}.", f"blk.{like}.", 1): name for name in _tensors_of(file, [block])
         }
@@ -565,7 +564,7 @@ def placed_weights(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
     placed = {source for weight in weights.values() for source in weight.sources}
     known = ARCHITECTURES.get(file.architecture)
     in_settings = () if known is None else known.tensors
-    others = {ROPE_FACTORS, *in_settings, *_tensors_of(file, _drafting_blocks(file))}
+    others = {ROPE_FACTORS, *in_settings, *_tensors_of(file, Keys(file).drafting_blocks)}
     left = [name for name in file.tensors if name not in placed and name not in others]
     if left:
         raise ValueError(

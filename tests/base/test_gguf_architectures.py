@@ -1,4 +1,4 @@
-"""Files of each architecture as llama.cpp's converter writes them: the base is the model that was converted."""
+"""Files as the converter of llama.cpp writes them, of each architecture: the base is the model that it read."""
 
 import re
 
