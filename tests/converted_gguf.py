@@ -25,7 +25,7 @@ OF_ATTENTION = {
 }
 DELTA = {
     **ATTENTION,
-    **{"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16},
+    **{"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16},
     **{"linear_value_head_dim": 32, "full_attention_interval": 4, "tie_word_embeddings": True},
     "rope_parameters": {
         **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
@@ -35,8 +35,8 @@ DELTA = {
 OF_DELTA = {
     **OF_ATTENTION,
     **{"attention.key_length": 16, "rope.dimension_count": 8, "rope.dimension_sections": [2, 1, 1, 0]},
-    **{"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 4},
-    **{"ssm.inner_size": 128, "full_attention_interval": 4},
+    **{"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 6},
+    **{"ssm.inner_size": 192, "full_attention_interval": 4},
 }
 SCAN = {
     **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_expand": 2},

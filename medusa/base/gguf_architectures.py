@@ -72,8 +72,8 @@ class Keys:
 
     def fields(self, names: Mapping[str, str]) -> dict[str, Any]:
         """The fields of a configuration whose keys the file has."""
-        given = {name: self.get(key) for key, name in names.items()}
-        return {name: value for name, value in given.items() if value is not None}
+        values = {name: self.get(key) for key, name in names.items()}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 Settings = Callable[[Keys], dict[str, Any]]

@@ -109,9 +109,8 @@ def gguf_config(file: GGUFFile) -> PreTrainedConfig:
             setattr(config, name, file.metadata[f"{file.architecture}.{key}"])
     if file.architecture in WITHOUT_VOCABULARY and "token_embd.weight" in file.tensors:
         config.vocab_size = file.tensors["token_embd.weight"].shape[0]
-    with _explained_metadata(file):
+    if file.architecture in GGUF_CONFIG_ARCHS:  # the configuration leaves it to the file
         blocks = Keys(file).drafting_blocks
-        # said also where there are none: the configurations of some models leave it to their files
         config.mtp_num_hidden_layers = sum(f"blk.{each}.{PROJECTION}" in file.tensors for each in blocks)
     if file.architecture == YARN_APART:
         scaling = {name: file.metadata.get(f"{file.architecture}.{key}") for key, name in YARN.items()}

@@ -1,4 +1,4 @@
-"""Files as the converter of llama.cpp writes them, of each architecture: the base is the model that it read."""
+"""Files as the converter of llama.cpp writes them: each gives the model that was converted."""
 
 import re
 
@@ -85,8 +85,8 @@ def test_a_file_that_lacks_a_tensor_of_these_layers_is_named(tmp_path):
 def test_rows_and_columns_that_a_file_has_in_another_order_are_found_by_number(tmp_path):
     source = find_base(write_converted(made("Qwen3.5"), "Qwen3.5", tmp_path / "tiny.gguf"))
     weights = gguf_model().named_weights(source.gguf, gguf_model().empty_model(source.gguf, source.config))
-    tiled = torch.arange(4 * 32).view(2, 2, 32).transpose(0, 1).flatten()
-    for name, shape in (("in_proj_z", (128, 32)), ("out_proj", (32, 128))):
+    tiled = torch.arange(6 * 32).view(3, 2, 32).transpose(0, 1).flatten()
+    for name, shape in (("in_proj_z", (192, 32)), ("out_proj", (32, 192))):
         order = weights[f"model.layers.0.linear_attn.{name}.weight"].order([shape])
         moved = order.columns if name == "out_proj" else order.rows
         assert order.moves and torch.equal(moved, tiled)
