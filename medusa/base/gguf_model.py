@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,14 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from medusa.base.experts import arranged, expert_matrices, is_experts
+from medusa.base.gguf_architectures import (
+    ARCHITECTURES,
+    ROPE_FACTORS,
+    Keys,
+    in_shape,
+    settings_of,
+    sources_in_layer,
+)
 from medusa.base.gguf_file import GGUFFile, check_shape
 from medusa.base.gguf_tokenizer import end_tokens
 from medusa.base.gguf_tokenizer import gguf_tokenizer as gguf_tokenizer
@@ -50,7 +58,7 @@ SIZES = {
     },
     "qwen3": {"attention.key_length": "head_dim"},
     "qwen3moe": {"expert_feed_forward_length": "moe_intermediate_size"},
-    "gpt-oss": {"attention.key_length": "head_dim"},
+    "gpt-oss": {"attention.key_length": "head_dim", "attention.sliding_window": "sliding_window"},
 }
 """Sizes that ``transformers`` does not take from files of an architecture, by their keys there, as its
 configuration has them."""
@@ -79,6 +87,9 @@ def gguf_config(file: GGUFFile) -> PreTrainedConfig:
             setattr(config, name, file.metadata[f"{file.architecture}.{key}"])
     if file.architecture in WITHOUT_VOCABULARY and "token_embd.weight" in file.tensors:
         config.vocab_size = file.tensors["token_embd.weight"].shape[0]
+    if file.architecture in GGUF_CONFIG_ARCHS:  # the configuration leaves it to the file
+        blocks = Keys(file).drafting_blocks
+        config.mtp_num_hidden_layers = sum(f"blk.{each}.{PROJECTION}" in file.tensors for each in blocks)
     if file.architecture == YARN_APART:
         scaling = {name: file.metadata.get(f"{file.architecture}.{key}") for key, name in YARN.items()}
         known = {name: value for name, value in scaling.items() if value is not None}
@@ -104,18 +115,22 @@ def _check_sizes(file: GGUFFile) -> None:
 
 def _config_of(file: GGUFFile) -> PreTrainedConfig:
     """The configuration that ``transformers`` makes of the metadata: in one of two ways, by architecture."""
-    if file.architecture in GGUF_CONFIG_ARCHS:
-        with _explained_metadata(file):
-            return AutoConfig.for_model(**get_gguf_config(dict(file.metadata), tuple(file.tensors)))
     import gguf
 
+    listed = {*gguf.MODEL_ARCH_NAMES.values()}
+    with _explained_metadata(file):
+        if file.architecture in ARCHITECTURES.keys() & listed:
+            return AutoConfig.for_model(**settings_of(file))
+        if file.architecture in GGUF_CONFIG_ARCHS:
+            return AutoConfig.for_model(**get_gguf_config(dict(file.metadata), tuple(file.tensors)))
     known = {name.replace("_", "").replace("-", "") for name in GGUF_SUPPORTED_ARCHITECTURES}
     is_known = file.architecture.replace("_", "").replace("-", "") in known
-    if not is_known or file.architecture not in gguf.MODEL_ARCH_NAMES.values():
-        listed = ", ".join(sorted({*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_ARCHS} - _NO_MODELS))
+    if not is_known or file.architecture not in listed:
+        of_transformers = {*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_ARCHS}
+        names = ", ".join(sorted((of_transformers | ARCHITECTURES.keys() & listed) - _NO_MODELS))
         raise ValueError(
-            f"{file.path} holds a model of architecture {file.architecture!r}, which transformers reads "
-            f"from no GGUF file; it reads {listed}. "
+            f"{file.path} holds a model of architecture {file.architecture!r}, which is read "
+            f"from no GGUF file; those that are read are {names}. "
             "Convert the model's own repository, or choose another file"
         )
     with tempfile.TemporaryDirectory(prefix="medusa-gguf-") as directory, _explained_metadata(file):
@@ -178,29 +193,63 @@ def _write_metadata(file: GGUFFile, path: Path) -> None:
 
 
 @dataclass(frozen=True)
+class Order:
+    """Where a matrix of a file has the rows and columns of the model's."""
+
+    rows: Tensor | None = None
+    """(R,) long: the row of the file that is each row; None where they are the same."""
+    columns: Tensor | None = None
+    """(C,) long: the column of the file that is each column; None where they are the same."""
+
+    @property
+    def moves(self) -> bool:
+        return self.rows is not None or self.columns is not None
+
+
+@dataclass(frozen=True)
 class NamedWeight:
-    """A parameter of a model of ``transformers`` in a file: one tensor, or of experts perhaps two."""
+    """A parameter of a model of ``transformers`` in a file: one tensor, or several."""
 
     sources: tuple[str, ...]
     """Their names in the file."""
     convert: Callable[..., np.ndarray]
     """The numbers of each as the file has them -> those of the parameter."""
 
-    def row_order(self, num_rows: int) -> Tensor | None:
-        """The rows of the file, in the model's order, (num_rows,) long; None where the model has other rows
-        than the file. Only for a parameter that is one tensor of the file."""
-        numbered = np.repeat(np.arange(num_rows, dtype=np.float64)[:, None], 3, axis=1)
-        numbered += np.array([0, 0.25, 0.5])  # columns that are moved are seen too
+    def order(self, shapes: Sequence[Sequence[int]]) -> Order | None:
+        """The order of the rows of all sources, which are matrices of these ``shapes``, or of the columns of
+        one; None where the model has other numbers than the file."""
+        num_rows = [shape[0] for shape in shapes]
+        bounds = np.cumsum(num_rows)[:-1]
+        rows = self._places(np.arange(sum(num_rows))[:, None] + _ACROSS, 0, bounds)
+        if rows is not None:
+            return Order(rows=_moved(rows))
+        if len(shapes) > 1:
+            return None
+        columns = self._places(np.arange(shapes[0][1]) + _ACROSS[:, None], 1, bounds)
+        return None if columns is None else Order(columns=_moved(columns))
+
+    def _places(self, numbered: np.ndarray, axis: int, bounds: np.ndarray) -> np.ndarray | None:
+        """The places in the file along ``axis``, from the numbers that they have in ``numbered``: across it
+        there are a few, which must stay where they are; None where the model has others."""
         try:
-            converted = self.convert(numbered)
-        except ValueError:  # it looks at the number of columns
+            converted = self.convert(*np.split(numbered, bounds))
+        except (ValueError, IndexError):  # it looks at the number of those across
             return None
-        is_same = converted.shape == numbered.shape and np.array_equal(
-            converted - converted[:, :1], numbered - numbered[:, :1]
-        )
-        if not is_same or not np.array_equal(np.sort(converted[:, 0]), np.arange(num_rows)):
+        if converted.shape != numbered.shape:
             return None
-        return torch.from_numpy(converted[:, 0].astype(np.int64))
+        places = converted.take(0, 1 - axis)
+        across = np.expand_dims(places, 1 - axis)
+        is_same = np.array_equal(converted - across, numbered - numbered.take([0], 1 - axis))
+        return places if is_same and np.array_equal(np.sort(places), np.arange(len(places))) else None
+
+
+_ACROSS = np.array([0, 0.25, 0.5])
+"""Numbers of places across those that are numbered: where these are moved, it is seen."""
+
+
+def _moved(places: np.ndarray) -> Tensor | None:
+    """The ``places`` as an order; None where each is its own."""
+    return None if np.all(np.diff(places) == 1) else torch.from_numpy(places.astype(np.int64))
 
 
 def named_weights(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
@@ -211,15 +260,26 @@ def named_weights(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
 
 def _by_name(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
     """:func:`named_weights` by the names that the package ``gguf`` lists for each architecture."""
-    processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=model.config.to_dict())
+    known = ARCHITECTURES.get(file.architecture)
+    kind = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor) if known is None else known.processor
+    processor = kind(config=model.config.to_dict())
+    shapes = {name: value.shape for name, value in _values(model).items()}
     weights = {}
-    for target, source in _source_names(file, model, processor).items():
+    for target, sources in _source_names(file, model, processor).items():
 
-        def convert(numbers: np.ndarray, source: str = source) -> np.ndarray:
+        def convert(
+            *parts: np.ndarray, sources: tuple[str, ...] = sources, target: str = target
+        ) -> np.ndarray:
             parsed: dict[str, Any] = {"tensors": {}}  # where the processor of GPT-2 puts an LM head too
-            return processor.process(weights=numbers, name=source, parsed_parameters=parsed).weights
+            arranged_parts = [
+                processor.process(weights=part, name=source, parsed_parameters=parsed).weights
+                for part, source in zip(parts, sources, strict=True)
+            ]
+            if known is None:
+                return arranged_parts[0]
+            return in_shape(np.concatenate(arranged_parts), sources[0], shapes[target])
 
-        weights[target] = NamedWeight((source,), convert)
+        weights[target] = NamedWeight(sources, convert)
     return weights
 
 
@@ -245,15 +305,15 @@ def _of_experts(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
     return weights
 
 
-def _source_names(file: GGUFFile, model: Any, processor: TensorProcessor) -> dict[str, str]:
-    """The file's name of each parameter of ``model`` that it has."""
+def _source_names(file: GGUFFile, model: Any, processor: TensorProcessor) -> dict[str, tuple[str, ...]]:
+    """The file's tensors of each parameter of ``model`` that it has."""
     import gguf
 
     architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     config = model.config.get_text_config(decoder=True)
     names = gguf.get_tensor_name_map(architectures[file.architecture], config.num_hidden_layers)
-    sources: dict[str, str] = {}
-    for target, _ in model.named_parameters(remove_duplicate=False):
+    sources: dict[str, tuple[str, ...]] = {}
+    for target in _values(model):
         stem = target
         suffix = ""
         if target.endswith((".weight", ".bias")):
@@ -265,8 +325,19 @@ def _source_names(file: GGUFFile, model: Any, processor: TensorProcessor) -> dic
         known = (names.get_name(".".join(parts[start:])) for start in range(first_number + 1))
         of_map = next((name + suffix for name in known if name is not None), None)
         spellings = () if of_map is None else (of_map, f"{of_map}.weight")  # sinks are a weight in files
-        sources.update((target, each) for each in spellings if each in file.tensors)
+        sources.update((target, (each,)) for each in spellings if each in file.tensors)
+        number = BLOCK_NUMBER.search(target)
+        if target not in sources and number is not None:
+            in_layer = sources_in_layer(target, f"blk.{number[1]}", file.tensors)
+            sources.update({} if in_layer is None else {target: in_layer})
     return sources
+
+
+def _values(model: Any, remove_duplicate: bool = False) -> dict[str, Tensor]:
+    """The parameters of ``model`` by name, and the buffers that its files have."""
+    stored = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    return {**dict(model.named_parameters(remove_duplicate=remove_duplicate)), **buffers}
 
 
 def _by_conversions(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
@@ -293,6 +364,58 @@ def _by_conversions(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
     return weights
 
 
+# ------------------------------------------------------------------ layers for multi-token prediction
+
+PROJECTION = "nextn.eh_proj.weight"
+"""The tensor of such a layer that is of no other's."""
+AROUND = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head_norm": "post_norm"}
+"""What stands around such a layer, as files call it behind ``nextn``, and as ``transformers`` does."""
+
+
+def _tensors_of(file: GGUFFile, blocks: Collection[int]) -> list[str]:
+    """The names of the tensors of ``blocks``."""
+    numbers = {name: BLOCK_NUMBER.search(name) for name in file.tensors if name.startswith("blk.")}
+    return [name for name, number in numbers.items() if number is not None and int(number[1]) in blocks]
+
+
+def fill_mtp_layers(file: GGUFFile, base: Any, layers: torch.nn.ModuleList, dtype: torch.dtype) -> None:
+    """Set the parameters of ``layers``, ``transformers``' own for multi-token prediction on ``base``, from
+    ``file``, widened: they are layers of the kind of the last of ``base`` with full attention.
+
+    Raises:
+        ValueError: the file has other tensors.
+    """
+    kinds = getattr(base.config, "layer_types", None) or ["full_attention"] * base.config.num_hidden_layers
+    like = max(number for number, kind in enumerate(kinds) if kind == "full_attention")
+    decoder = next(name for name, module in base.named_modules() if module is base.get_decoder())
+    for block, layer in zip(Keys(file).drafting_blocks, layers, strict=False):
+        names = {
+            name.replace(f"blk.{block}.", f"blk.{like}.", 1): name for name in _tensors_of(file, [block])
+        }
+        as_like = replace(file, tensors={name: file.tensors[own] for name, own in names.items()})
+        of_layer = {
+            name.removeprefix(f"{decoder}.layers.{like}."): weight
+            for name, weight in named_weights(as_like, base).items()
+        }
+        norm = of_layer["input_layernorm.weight"].convert
+        weights = {f"mtp_block.{name}": weight for name, weight in of_layer.items()}
+        for in_file, name in AROUND.items():
+            source = f"blk.{like}.nextn.{in_file}.weight"
+            weights[f"{name}.weight"] = NamedWeight((source,), norm if name.endswith("norm") else _as_it_is)
+        own = {
+            name: replace(weight, sources=tuple(names.get(source, source) for source in weight.sources))
+            for name, weight in weights.items()
+            if name in _values(layer) and all(source in names for source in weight.sources)
+        }
+        fill(layer, file, own, dtype)
+    for layer in layers:
+        check_filled(layer, file)
+
+
+def _as_it_is(numbers: np.ndarray) -> np.ndarray:
+    return numbers
+
+
 # ------------------------------------------------------------------ the model
 
 
@@ -303,6 +426,9 @@ def empty_model(file: GGUFFile, config: PreTrainedConfig) -> Any:
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (*_NO_MODEL, RuntimeError, AssertionError) as error:
         raise ValueError(f"{file.path} has metadata that describe no model: {error}") from error
+    for name, value in _values(model).items():
+        if not value.is_meta:
+            _set_value(model, name, value.to("meta"))  # a buffer that the file must have
     model.tie_weights()
     model.generation_config.eos_token_id = end_tokens(file) or model.generation_config.eos_token_id
     if ROPE_FACTORS in file.tensors:
@@ -320,10 +446,13 @@ def placed_weights(file: GGUFFile, model: Any) -> dict[str, NamedWeight]:
     Raises:
         ValueError: one has none: the model would be another.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    weights = {name: weight for name, weight in named_weights(file, model).items() if name in parameters}
+    values = _values(model)
+    weights = {name: weight for name, weight in named_weights(file, model).items() if name in values}
     placed = {source for weight in weights.values() for source in weight.sources}
-    left = [name for name in file.tensors if name not in placed and name != ROPE_FACTORS]
+    known = ARCHITECTURES.get(file.architecture)
+    in_settings = () if known is None else known.tensors
+    others = {ROPE_FACTORS, *in_settings, *_tensors_of(file, Keys(file).drafting_blocks)}
+    left = [name for name in file.tensors if name not in placed and name not in others]
     if left:
         raise ValueError(
             f"{file.path}: tensor {left[0]!r} ({len(left)} in all) has no place in {type(model).__name__} of "
@@ -338,7 +467,7 @@ def fill(model: Any, file: GGUFFile, weights: Mapping[str, NamedWeight], dtype: 
     Raises:
         ValueError: one is of another shape.
     """
-    for name, parameter in list(model.named_parameters()):
+    for name, value in _values(model).items():
         if name not in weights:
             continue
         weight = weights[name]
@@ -349,14 +478,22 @@ def fill(model: Any, file: GGUFFile, weights: Mapping[str, NamedWeight], dtype: 
             )
         numbers = weight.convert(*(file.floats(source).numpy() for source in weight.sources))
         values = torch.from_numpy(np.ascontiguousarray(numbers)).to(dtype)
-        check_shape(file.path, " with ".join(weight.sources), values.shape, parameter.shape)
-        owner, _, last = name.rpartition(".")
-        setattr(model.get_submodule(owner), last, torch.nn.Parameter(values, requires_grad=False))
+        check_shape(file.path, " with ".join(weight.sources), values.shape, value.shape)
+        _set_value(model, name, values)
+
+
+def _set_value(model: Any, name: str, values: Tensor) -> None:
+    """Put ``values`` in the place of a parameter of ``model``, or of a buffer."""
+    owner, _, last = name.rpartition(".")
+    module = model.get_submodule(owner)
+    is_buffer = last in module._buffers
+    setattr(module, last, values if is_buffer else torch.nn.Parameter(values, requires_grad=False))
 
 
 def check_filled(model: Any, file: GGUFFile, held: Collection[str] = ()) -> None:
     """Raise ValueError where a parameter of ``model`` has no numbers yet and is none of ``held``."""
-    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta and name not in held]
+    values = _values(model, remove_duplicate=True)
+    missing = [name for name, value in values.items() if value.is_meta and name not in held]
     if missing:
         raise ValueError(
             f"{file.path} must have a tensor for {missing[0]!r} ({len(missing)} in all), and has none"
@@ -370,7 +507,3 @@ def load_widened(file: GGUFFile, config: PreTrainedConfig, dtype: torch.dtype) -
     model.tie_weights()
     check_filled(model, file)
     return model.to(dtype) if dtype != torch.float32 else model
-
-
-ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor of the numbers by which rotary frequencies are divided (Llama 3.1 and later)."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -56,7 +56,7 @@ from medusa.engine.views import joinable_linears, pack_linears, share_product
 from medusa.options import Engine
 
 if TYPE_CHECKING:
-    from medusa.base.gguf_model import NamedWeight
+    from medusa.base.gguf_model import NamedWeight, Order
 
 ReadsWeight = Callable[[], QuantisedRows | Tensor]
 """Reads the weight of a module: in whole numbers, or as plain numbers (out, in)."""
@@ -233,7 +233,7 @@ def _held_file(source: BaseSource, file: GGUFFile, engine: Engine) -> CausalLM:
     head = lm_head(base)
     quantised = [*held.quantised.values(), *held.tied]
     rows = None if any(module is head for module, _ in quantised) else embedding_rows(head)
-    by_module = {id(module): _given(of_file) for module, of_file in quantised}
+    by_module = {id(module): partial(_joined_rows, parts) for module, parts in quantised}
     of_experts = {
         name: [partial(file_rows, file, part) for part in parts] for name, parts in held.experts.items()
     }
@@ -247,9 +247,9 @@ def _held_file(source: BaseSource, file: GGUFFile, engine: Engine) -> CausalLM:
 class _HeldTensors:
     """How the tensors of a GGUF file will be held in a base; none of them has been read."""
 
-    quantised: Mapping[str, tuple[nn.Module, QuantisedRows]]
-    """Linear layers and embeddings in whole numbers, by the names of their weights."""
-    tied: Sequence[tuple[nn.Module, QuantisedRows]]
+    quantised: Mapping[str, tuple[nn.Module, Sequence[QuantisedRows]]]
+    """Linear layers and embeddings in whole numbers, by the names of their weights: the parts of each."""
+    tied: Sequence[tuple[nn.Module, Sequence[QuantisedRows]]]
     """The LM head, where its product is made of the embedding's rows, which stay in the file."""
     floats: Mapping[str, Tensor]
     """Matrices of floats, in their own type, by name."""
@@ -269,16 +269,18 @@ class _HeldTensors:
         tied = [(head, rows) for module, rows in quantised.values() if is_tied and module is embedding]
         floats = _file_floats(file, base, weights)
         experts = experts_in_file(file, base, weights)
-        in_place = (*quantised, *floats, *experts)
-        held = {source for name in in_place for source in weights[name].sources}
-        widened = [entry for name, entry in file.tensors.items() if name not in held]
-        lookups = [rows for module, rows in quantised.values() if isinstance(module, nn.Embedding)]
-        products = [rows for module, rows in quantised.values() if not isinstance(module, nn.Embedding)]
+        in_place = {*quantised, *floats, *experts}
+        others = (weight for name, weight in weights.items() if name not in in_place)
+        widened = [file.tensors[source] for weight in others for source in weight.sources]
+        lookups = list[QuantisedRows]()
+        products = list[QuantisedRows]()
+        for module, of_module in quantised.values():
+            (lookups if isinstance(module, nn.Embedding) else products).extend(of_module)
         parts = [file_rows(file, part) for parts in experts.values() for part in parts]
         products += [part for part in parts if isinstance(part, QuantisedRows)]
         as_stored = [*floats.values(), *(part for part in parts if isinstance(part, Tensor))]
         num_bytes = sum(values.nbytes for values in (*as_stored, *(rows.rows for rows in lookups)))
-        num_bytes += sum(rows.packed_bytes for rows in (*products, *(rows for _, rows in tied)))
+        num_bytes += sum(rows.packed_bytes for rows in (*products, *(rows for _, of in tied for rows in of)))
         num_bytes += 4 * sum(math.prod(entry.shape) for entry in widened)
         return cls(quantised, tied, floats, experts, widened, num_bytes)
 
@@ -289,49 +291,69 @@ def _given(weight: QuantisedRows | Tensor) -> ReadsWeight:
 
 def _file_matrices(
     file: GGUFFile, base: CausalLM, weights: Mapping[str, NamedWeight], types: Collection[int]
-) -> Iterator[tuple[str, nn.Linear | nn.Embedding, NamedWeight, TensorEntry]]:
+) -> Iterator[tuple[str, nn.Linear | nn.Embedding, list[TensorEntry], Order]]:
     """The weights of linear layers and embeddings of ``base`` that are matrices of one of ``types`` in the
-    file, with their names and modules."""
+    file, with their names and modules, and in which order the file has them."""
     modules = dict(base.named_modules())
     for name, weight in weights.items():
-        entry = file.tensors[weight.sources[0]]
+        parts = [file.tensors[source] for source in weight.sources]
         module = modules[name.rpartition(".")[0]]
         is_layer = isinstance(module, (nn.Linear, nn.Embedding)) and name.endswith(".weight")
-        if is_layer and len(entry.shape) == 2 and entry.type in types:
-            yield name, cast("nn.Linear | nn.Embedding", module), weight, entry
+        if (
+            not is_layer
+            or {len(part.shape) for part in parts} != {2}
+            or len({each.type for each in parts}) > 1
+        ):
+            continue
+        order = weight.order([part.shape for part in parts]) if parts[0].type in types else None
+        if order is not None:
+            yield name, cast("nn.Linear | nn.Embedding", module), parts, order
 
 
-def _is_in_order(order: Tensor) -> bool:
-    return torch.equal(order, torch.arange(len(order)))
+def _check_shapes(module: nn.Linear | nn.Embedding, parts: Sequence[TensorEntry]) -> None:
+    """Raise ValueError if ``parts`` are not the rows of the weight of ``module``."""
+    num_rows, *rest = module.weight.shape
+    if len(parts) == 1 or sum(part.shape[0] for part in parts) != num_rows:
+        parts[0].check_shape((num_rows // len(parts), *rest))
+    for part in parts[1:]:
+        part.check_shape((part.shape[0], *rest))
 
 
 def _file_modules(
     file: GGUFFile, base: CausalLM, weights: Mapping[str, NamedWeight]
-) -> dict[str, tuple[nn.Module, QuantisedRows]]:
+) -> dict[str, tuple[nn.Module, list[QuantisedRows]]]:
     """The linear layers and embeddings of ``base`` that can hold their weight as the file has it, by the name
-    of that weight."""
-    modules: dict[str, tuple[nn.Module, QuantisedRows]] = {}
-    for name, module, weight, entry in _file_matrices(file, base, weights, gguf_types()):
-        entry.check_shape(module.weight.shape)
-        order = weight.row_order(entry.shape[0])
-        if order is None:
+    of that weight: the parts of each, one below the other."""
+    modules: dict[str, tuple[nn.Module, list[QuantisedRows]]] = {}
+    for name, module, parts, order in _file_matrices(file, base, weights, gguf_types()):
+        _check_shapes(module, parts)
+        if order.moves and (isinstance(module, nn.Embedding) or module is lm_head(base)):
             continue
-        is_same = _is_in_order(order)
-        if not is_same and (isinstance(module, nn.Embedding) or module is lm_head(base)):
-            continue
-        rows = QuantisedRows(file.rows(entry.name), entry.type, entry.shape[1], None if is_same else order)
+        inputs = None if order.columns is None else order.columns.argsort()
+        rows = [
+            QuantisedRows(file.rows(part.name), part.type, part.shape[1], order.rows, inputs)
+            for part in parts
+        ]
         modules[name] = (module, rows)
     return modules
+
+
+def _joined_rows(parts: Sequence[QuantisedRows]) -> QuantisedRows:
+    """The parts of a matrix as one, in their order, which is that of all rows."""
+    first, *others = parts
+    return replace(first, rows=torch.cat([part.rows for part in parts])) if others else first
 
 
 def _file_floats(file: GGUFFile, base: CausalLM, weights: Mapping[str, NamedWeight]) -> dict[str, Tensor]:
     """The matrices of ``base`` that are floats in the file, in their own type, by name."""
     matrices = {}
-    for name, module, weight, entry in _file_matrices(file, base, weights, FLOAT_TYPES):
-        order = weight.row_order(entry.shape[0])
-        if order is not None and entry.shape == module.weight.shape:
-            values = file.plain(entry.name)
-            matrices[name] = values if _is_in_order(order) else values[order]
+    for name, module, parts, order in _file_matrices(file, base, weights, FLOAT_TYPES):
+        values = file.plain(parts[0].name)
+        if len(parts) > 1:
+            values = torch.cat([values, *(file.plain(part.name) for part in parts[1:])])
+        if values.shape == module.weight.shape:
+            values = values if order.rows is None else values[order.rows]
+            matrices[name] = values if order.columns is None else values[:, order.columns]
     return matrices
 
 

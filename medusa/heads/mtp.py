@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from medusa.base.causal_lm import CausalLM, cache_argument, hidden_size, vocab_size
+from medusa.base.gguf_file import GGUFFile
+from medusa.base.loading import gguf_model, gguf_path
 from medusa.heads.autoregressive_head import AutoregressiveHead, Drafted
 from medusa.heads.draft_vocab import MAX_LAYERS, MAX_SIZE
 from medusa.heads.medusa_heads import MAX_DEPTH
@@ -175,6 +177,10 @@ def own_head(
     with torch.device("meta"):
         head = MtpHead(MtpConfig.of_base(base, max_depth, **options))
     files_base = without_weights(head.config.base_config)  # says to transformers what to read, and where
+    path = gguf_path(source or base.name_or_path, {})
+    if path is not None:
+        gguf_model().fill_mtp_layers(GGUFFile.open(path), files_base, head.layers, base.dtype)
+        return head
     files_base.config.name_or_path = str(source or base.name_or_path)
     files_base.config.dtype = base.dtype
     # transformers knows the numbers of these layers for some bases only
