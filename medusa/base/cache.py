@@ -128,6 +128,11 @@ class TreeCache(Cache):
             for entries in layer.entries
         )
 
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes of a row beside those of its tokens: of states, where the base keeps any."""
+        return 0
+
     def expect(self, num_slots: int) -> None:
         """Have the next growth of a buffer make room for ``num_slots`` tokens of a row at once, for a long
         prompt."""

@@ -227,13 +227,14 @@ def new_cache(base: CausalLM, num_rows: int) -> TreeCache:
 
 
 @torch.no_grad()
-def cache_bytes_per_token(base: CausalLM) -> int:
-    """Memory that keys and values of one token of one row take: one is read to find out."""
+def cache_bytes(base: CausalLM) -> tuple[int, int]:
+    """Memory that one token of one row takes in a cache, and that a row takes beside its tokens: one token is
+    read to find out."""
     device = lm_head_device(base)
     cache = new_cache(base, 1)
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
     prefill(base, token, torch.ones(1, dtype=torch.long, device=device), cache)
-    return cache.bytes_per_token
+    return cache.bytes_per_token, cache.bytes_per_row
 
 
 def hidden_states(

@@ -396,9 +396,8 @@ class RecurrentCache(TreeCache):
         return sum(tensor.nbytes for state in self.states for tensor in state.tensors())
 
     @property
-    def bytes_per_token(self) -> int:
-        """Memory that a row takes for each token of its text, its states shared out among these."""
-        return super().bytes_per_token + self._state_bytes // max(1, self.num_rows * self.longest)
+    def bytes_per_row(self) -> int:
+        return self._state_bytes // max(1, self.num_rows)
 
     def commit(
         self, path: Tensor, num_kept: Tensor, is_chain: bool = False, known: list[list[int]] | None = None

@@ -384,18 +384,38 @@ def forward_with_rules(kind: Any, rule: MatrixRule) -> Callable[..., Any]:
         with RowwiseFunctions():
             return forward(*args, **kwargs)
 
+    forward_of_rows.has_rules = True  # type: ignore[attr-defined]
     return forward_of_rows
 
 
 def has_rules(base: PreTrainedModel) -> bool:
     """Whether ``base`` is a view that :func:`put_rules` has changed."""
-    return any("forward" in vars(module) and keeps_states(type(module)) for module in base.modules())
+    return any(getattr(_replaced_forward(module)[1], "has_rules", False) for module in base.modules())
+
+
+def _replaced_forward(module: nn.Module) -> tuple[str, Any]:
+    """The attribute of ``module`` that holds the forward in the place of its class's, and what is there, None
+    where nothing is: hooks of accelerate keep it under another name, and call it."""
+    name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
+    return name, vars(module).get(name)
 
 
 def put_rules(base: Any, rule: MatrixRule) -> Any:
-    """``base``, a view of our own, with the rules of this module; matrices change by ``rule``."""
+    """``base``, a view of our own, with the rules of this module; matrices change by ``rule``.
+
+    Raises:
+        ValueError: the forward of a layer that keeps a state is not its class's.
+    """
     for module in base.modules():
         kind: Any = type(module)
-        if _is_changed(kind):
-            module.forward = MethodType(forward_with_rules(kind, rule), module)
+        if not _is_changed(kind):
+            continue
+        name, replaced = _replaced_forward(module)
+        if replaced is None or getattr(replaced, "__func__", None) is kind.forward:
+            setattr(module, name, MethodType(forward_with_rules(kind, rule), module))
+        elif keeps_states(kind):
+            raise ValueError(
+                f"{kind.__name__} keeps a state by rules of medusa's own, and the forward of this one has "
+                "been replaced; put the model's own back, or use its own generate"
+            )
     return base

@@ -29,7 +29,7 @@ from medusa.base.attention import pinned_attention
 from medusa.base.cache import GROWTH_STEP, TreeCache
 from medusa.base.causal_lm import (
     CausalLM,
-    cache_bytes_per_token,
+    cache_bytes,
     lm_head_device,
 )
 from medusa.decoding.accept import RowsFailed
@@ -72,14 +72,17 @@ class BatchLimits(SchedulerLimits):
         check_at_least(self, 0, "prefix_bytes")
 
     def in_memory(
-        self, base: CausalLM, cache_bytes: int | None = None, prefix_bytes: int | None = None
+        self, base: CausalLM, budget: int | None = None, prefix_bytes: int | None = None
     ) -> BatchLimits:
-        """These limits with ``max_slots`` and ``prefix_bytes`` set from memory sizes: by default half of the
-        free memory on the device of ``base``, and an eighth of it or :data:`PREFIX_TOKENS`."""
+        """These limits with ``max_slots`` and ``prefix_bytes`` set from memory sizes: ``budget`` is for the
+        rows under way, by default half of the free memory on the device of ``base``; ``prefix_bytes`` is by
+        default an eighth of it, or what :data:`PREFIX_TOKENS` take."""
         free = available_memory(lm_head_device(base)) or UNKNOWN_MEMORY
-        per_token = max(1, cache_bytes_per_token(base))
-        slots = max(GROWTH_STEP, (free // 2 if cache_bytes is None else cache_bytes) // per_token)
-        kept = min(free // 8, PREFIX_TOKENS * per_token) if prefix_bytes is None else prefix_bytes
+        per_token, per_row = cache_bytes(base)
+        of_tokens = (free // 2 if budget is None else budget) - self.max_rows * per_row
+        slots = max(GROWTH_STEP, of_tokens // max(1, per_token))
+        wanted = PREFIX_TOKENS * per_token + self.max_rows * per_row
+        kept = min(free // 8, wanted) if prefix_bytes is None else prefix_bytes
         return replace(self, max_slots=slots, prefix_bytes=kept)
 
 

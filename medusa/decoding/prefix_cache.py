@@ -62,7 +62,8 @@ class PrefixCache:
         that are cut are counted."""
         if not self.max_bytes:
             return
-        length = min(len(ids), self.max_bytes // max(1, cache.bytes_per_token))
+        room = max(0, self.max_bytes - cache.bytes_per_row)
+        length = min(len(ids), room // max(1, cache.bytes_per_token))
         self.num_cut += length < len(ids)
         if length and not self.is_known(ids[:length], owner):
             prefix = cache.copy_of_row(index, length)

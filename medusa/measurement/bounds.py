@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from medusa.base.causal_lm import (
     CausalLM,
-    cache_bytes_per_token,
+    cache_bytes,
     embedding_weight,
     hidden_states,
     lm_head,
@@ -63,7 +63,8 @@ def step_floor_seconds(
 ) -> float:
     """The least time in which ``rates`` allow a step: N nodes for B rows of ``num_cached`` tokens each."""
     num_bytes, num_weights = pass_cost(model.engine_base)
-    num_bytes += num_rows * num_cached * cache_bytes_per_token(model.engine_base)
+    per_token, per_row = cache_bytes(model.engine_base)
+    num_bytes += num_rows * (num_cached * per_token + per_row)
     num_operations = 2.0 * num_weights * num_nodes * num_rows
     if with_heads:
         head_bytes, head_operations = heads_cost(model)

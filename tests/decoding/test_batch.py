@@ -22,7 +22,7 @@ from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 
 from medusa import CandidateTree, MedusaModel
 from medusa.base.cache import TreeCache
-from medusa.base.causal_lm import cache_bytes_per_token
+from medusa.base.causal_lm import cache_bytes
 from medusa.decoding import batch as batch_module
 from medusa.decoding.batch import Batch, BatchLimits, Row
 from medusa.decoding.prefix_cache import PrefixCache
@@ -216,7 +216,7 @@ def test_the_prefixes_of_all_owners_share_one_bound():
 
 def test_of_a_text_that_is_longer_than_the_bound_the_leading_part_is_kept_and_it_is_counted():
     model, options = model_of("llama"), {"max_new_tokens": 2, "do_sample": False}
-    per_token = cache_bytes_per_token(model.engine_base)
+    per_token, _ = cache_bytes(model.engine_base)
     batch = model.continuous_batch(BatchLimits(prefix_bytes=30 * per_token))
     prompt = random_prompts(1, 50)[0].tolist()
     first, second = (row_of(model, prompt, **options) for _ in range(2))
@@ -231,7 +231,7 @@ def test_of_a_text_that_is_longer_than_the_bound_the_leading_part_is_kept_and_it
 
 def test_limits_follow_what_is_left_of_the_memory_and_what_a_token_takes(monkeypatch):
     base = tiny_model("llama")
-    per_token = cache_bytes_per_token(base)
+    per_token, _ = cache_bytes(base)
     monkeypatch.setattr("medusa.decoding.batch.available_memory", lambda device: 8000 * per_token)
     limits = BatchLimits(max_rows=3).in_memory(base)
     assert (limits.max_rows, limits.max_slots, limits.prefix_bytes) == (3, 4000, 1000 * per_token)

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from conftest import (
     BUSHY,
     VOCAB_SIZE,
@@ -21,14 +22,15 @@ from conftest import (
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from refusals import refusals
-from stateful_models import DECODABLE, model_of_twins, stateful_model, turned_at_a_tie
+from stateful_models import DECODABLE, model_of_twins, stateful_model, tiny_stateful_model, turned_at_a_tie
 from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from medusa import CandidateTree, MedusaModel
 from medusa.acceptance.rules import RULES
 from medusa.base import recurrent_rules
-from medusa.base.causal_lm import new_cache, prefill, verify
+from medusa.base.causal_lm import cache_bytes, new_cache, prefill, verify, with_rules
 from medusa.base.recurrent import MatrixState, Paths
+from medusa.base.recurrent_rules import has_rules
 from medusa.decoding.batch import BatchLimits, Row
 from medusa.drafters.draft_model import DraftModelDrafter
 from medusa.drafters.dynamic import DynamicDrafter
@@ -275,6 +277,35 @@ test_what_does_not_run_on_a_state_is_refused = refusals(
 
 def test_a_base_that_keeps_a_state_cannot_be_compiled():
     assert not model_of("lfm2").can_compile
+
+
+def test_the_state_of_a_row_counts_once_and_not_for_each_token():
+    base = stateful_model("mamba2")
+    per_token, per_row = cache_bytes(base)
+    assert per_token == 0 and per_row > 2 * 4 * 16 * 8 * 4, "the matrices of two layers at least"
+    limits = BatchLimits(max_rows=3).in_memory(stateful_model("bamba"), 2**24)
+    assert limits.max_slots > 2**24 // sum(cache_bytes(stateful_model("bamba")))
+
+
+def test_a_layer_whose_forward_was_replaced_is_refused():
+    base = tiny_stateful_model("lfm2")
+    layer = base.model.layers[0].conv
+    layer.forward = lambda *args, **kwargs: type(layer).forward(layer, *args, **kwargs)
+    with pytest.raises(
+        ValueError, match="the forward of this one has been replaced; put the model's own back"
+    ):
+        with_rules(base)
+
+
+def test_a_base_whose_layers_have_hooks_of_accelerate_runs_the_rules():
+    base = tiny_stateful_model("qwen3_5_text")
+    for layer in base.model.layers:
+        for module in layer.modules():
+            add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
+    model = MedusaModel(base, random_heads())
+    expected = own_answer(model, random_prompts(1, 9), max_new_tokens=18)
+    assert torch.equal(model.generate(random_prompts(1, 9), max_new_tokens=18, do_sample=False), expected)
+    assert has_rules(model.engine_base) and not has_rules(base)
 
 
 def test_drafts_are_trees_by_default():
