@@ -6,7 +6,6 @@ import functools
 import itertools
 import re
 import secrets
-import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -143,8 +142,8 @@ class Service:
 
     def start(self) -> None:
         """Decode from here on."""
+        self._chat_template.start()
         self.worker.start()
-        threading.Thread(target=self._chat_template.start, daemon=True).start()
 
     @property
     def is_ready(self) -> bool:

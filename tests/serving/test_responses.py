@@ -219,6 +219,7 @@ class Script:
     """A reader that hands out what it was given, one part for each update."""
 
     num_calls = 2
+    is_call_open = False
 
     def __init__(self, *parts: Part):
         self.parts = [*parts]
