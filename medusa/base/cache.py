@@ -18,7 +18,9 @@ Buffers grow in steps as tokens come, never to the model's maximum context.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,6 +68,8 @@ class TreeCache(Cache):
         self.under_way = PassSlots(torch.zeros(num_rows, 0, dtype=torch.long, device=device))
         self.tree_layers = [TreeCacheLayer(self.under_way) for _ in range(num_layers)]
         super().__init__(layers=list(self.tree_layers))
+        self.parts: list[list[Any]] = [[layer] for layer in self.tree_layers]
+        """What each layer of the base keeps: keys and values, and states."""
         self._features = TreeCacheLayer(self.under_way)
         self.lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
         """(B,) long: committed tokens of each row."""
@@ -104,6 +108,12 @@ class TreeCache(Cache):
     def num_slots(self) -> int:
         """How many slots of each row the current pass reads."""
         return self.under_way.num_slots
+
+    def program_inputs(self, window_sizes: Sequence[int]) -> list[Tensor]:
+        """The tensors of the current pass that compiled layers read: its slots, and where a base keeps states
+        the parents of its nodes, (B, N) long, and what each node reads of convolutions with windows of these
+        sizes, (B, N, size) long."""
+        return [self.slots]
 
     @property
     def num_rows(self) -> int:
@@ -188,7 +198,7 @@ class TreeCache(Cache):
             known = [row[:count] for row, count in rows]
         if not is_chain and any(row != list(range(len(row))) for row in known):
             self._move(path)
-        self.commit_prefix(num_kept, [*map(len, known)])
+        self._keep_nodes(path, num_kept, [*map(len, known)])
 
     def _move(self, path: Tensor) -> None:
         """Put the nodes of ``path`` (B, L) long in order, after each row's last committed token."""
@@ -205,6 +215,12 @@ class TreeCache(Cache):
         """Keep the first ``num_kept`` (B,) long tokens of the pass, as for a prompt; ``known`` are the same
         numbers."""
         known = num_kept.tolist() if known is None else known
+        in_order = torch.arange(max(known), device=num_kept.device).expand(len(known), -1)
+        self._keep_nodes(in_order, num_kept, known)
+
+    def _keep_nodes(self, path: Tensor, num_kept: Tensor, known: list[int]) -> None:
+        """Commit the first ``num_kept`` (B,) long nodes of ``path`` (B, L) long, whose keys and values are in
+        their places; ``known`` are the same numbers."""
         lengths = [length + count for length, count in zip(self.known_lengths, known, strict=True)]
         self._set_lengths(self.lengths + num_kept, lengths)
 
@@ -380,6 +396,29 @@ class TreeCacheLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.set_buffers([states[:, :, :0].contiguous() for states in (key_states, value_states)])
         self.is_initialized = True
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Heads and width of keys, and of values; none before the first pass."""
+        return [(entries.shape[1], entries.shape[3]) for entries in self.entries]
+
+    def fill(self, sizes: Sequence[tuple[int, int]], like: Tensor) -> None:
+        """Make room for the current pass of the rows of ``like`` (B, N, D), in entries of these
+        :attr:`sizes`."""
+        if not self.is_initialized:
+            self.lazy_initialization(*(like.new_empty(len(like), heads, 0, width) for heads, width in sizes))
+        self.reserve(self.under_way.num_slots)
+
+    def program_inputs(self) -> list[Tensor]:
+        """The tensors that a compiled pass takes, and writes to."""
+        return self.entries
+
+    def results(self) -> list[Tensor]:
+        """The tensors that a pass makes beside: none."""
+        return []
+
+    def take_results(self, tensors: Sequence[Tensor]) -> None:
+        """Take over the :meth:`results` of a compiled pass."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write this pass's keys and values (B, heads, N, width); return those that the pass reads, its own

@@ -347,7 +347,7 @@ def tree_inputs(
         "use_cache": True,
     }
     if isinstance(cache, RecurrentCache):
-        cache.paths.begin(topology)
+        cache.begin_pass(topology)
         _for_states(arguments, base, windows)
     return arguments
 

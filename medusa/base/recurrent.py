@@ -14,8 +14,9 @@ on its text alone: not on how it was split into passes, on rejected drafts, or o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -79,92 +80,251 @@ def holds_text(cache: Cache) -> bool:
     )
 
 
-@dataclass
 class Paths:
     """The tree of the current pass; one object, shared by all states of a cache."""
 
-    topology: TreeTopology | None = None
-    _inputs: dict[int, Tensor] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.parents = torch.zeros(1, 0, dtype=torch.long)
+        """(R, N) long: the parent of each node; the root is its own."""
+        self.is_chain = False
+        """Whether the tree is known to be a chain."""
+        self._topology: TreeTopology | None = None
+        self._inputs: dict[int, Tensor] = {}
+
+    @classmethod
+    def of_tensors(cls, parents: Tensor, inputs: dict[int, Tensor]) -> Paths:
+        """Paths with these :attr:`parents` and :meth:`inputs_of_nodes`, by size."""
+        paths = cls()
+        paths.parents = parents
+        paths._inputs = inputs
+        return paths
 
     def begin(self, topology: TreeTopology) -> None:
         """Begin a pass over the nodes of ``topology``."""
-        self.topology = topology
+        self.parents = topology.parents
+        self.is_chain = topology.is_chain
+        self._topology = topology
         self._inputs = {}
 
     def inputs_of_nodes(self, size: int) -> Tensor:
         """The last ``size`` inputs on each node's path, (R, N, size) long: places among ``size`` - 1 inputs
         before the root, followed by the nodes."""
-        assert self.topology is not None
         if size not in self._inputs:
-            depths = self.topology.depths[..., None]  # (R, N, 1)
+            assert self._topology is not None, "begin() comes first"
+            depths = self._topology.depths[..., None]  # (R, N, 1)
             back = torch.arange(size - 1, -1, -1, device=depths.device)
-            ancestors = self.topology.lineage.gather(2, (depths - back).clamp(min=0))
-            self._inputs[size] = torch.where(back <= depths, size - 1 + ancestors, size - 1 + depths - back)
+            if self.is_chain:  # whose lineage may be left out
+                places = depths + size - 1 - back
+            else:
+                ancestors = self._topology.lineage.gather(2, (depths - back).clamp(min=0))
+                places = torch.where(back <= depths, size - 1 + ancestors, size - 1 + depths - back)
+            self._inputs[size] = places
         return self._inputs[size]
 
 
-class ConvolutionState:
-    """The last inputs of each channel of a causal convolution, as the committed text left them."""
+@dataclass(frozen=True)
+class Kept:
+    """The nodes of a pass that its commit keeps."""
+
+    path: Tensor
+    """(B, L) long: nodes in the order of the text."""
+    counts: Tensor
+    """(B,) long: how many of them each row keeps."""
+
+    @classmethod
+    def nothing(cls, num_rows: int, device: torch.device) -> Kept:
+        """No node of ``num_rows`` rows."""
+        counts = torch.zeros(num_rows, dtype=torch.long, device=device)
+        return cls(counts[:, None], counts)
+
+    def last_inputs(self, num_inputs: int) -> Tensor:
+        """(B, num_inputs) long: the newest of as many inputs before the pass, followed by its nodes."""
+        before = torch.arange(num_inputs, device=self.path.device).expand(self.path.shape[0], -1)
+        along = torch.cat([before, num_inputs + self.path], dim=1)
+        return along.gather(1, self.counts[:, None] + before)
+
+    def of_rows(self, rows: Tensor) -> Kept:
+        """The same of ``rows`` (B',) long."""
+        return Kept(self.path[rows], self.counts[rows])
+
+    def joined(self, other: Kept) -> Kept:
+        """The rows of both."""
+        length = max(self.path.shape[1], other.path.shape[1])
+        paths = [_padded(each.path, length) for each in (self, other)]
+        return Kept(torch.cat(paths), torch.cat([self.counts, other.counts]))
+
+
+def _padded(tensor: Tensor, length: int) -> Tensor:
+    """``tensor`` (B, N, ...) with ``length`` entries in its second dimension, the new ones zero."""
+    missing = length - tensor.shape[1]
+    return torch.cat([tensor, tensor.new_zeros(len(tensor), missing, *tensor.shape[2:])], dim=1)
+
+
+class RowStates:
+    """What one rule of a layer keeps of the text of each row: a tensor as it was before the last pass, and
+    what the nodes of that pass do to it."""
 
     def __init__(self, paths: Paths):
         self._paths = paths
-        self.committed: Tensor | None = None
-        """(B, C, K - 1): the inputs before the next token."""
-        self._nodes: Tensor | None = None  # (B, C, N): the inputs of the last pass
+        self._before: Tensor | None = None  # (B, ...); None before any text
+        self._nodes: tuple[Tensor, ...] = ()  # (B, N, ...) each
+        self._kept: Kept | None = None  # None: no node is committed
+
+    @property
+    def parents(self) -> Tensor:
+        """(R, N) long: the parent of each node of the pass."""
+        return self._paths.parents
+
+    @property
+    def is_of_chain(self) -> bool:
+        """Whether the nodes of the pass are known to be a chain."""
+        return self._paths.is_chain
+
+    def begin_pass(self) -> None:
+        """Forget the nodes of a pass that is not committed."""
+        if self._kept is None:
+            self._nodes = ()
+
+    def commit(self, kept: Kept, known: list[int]) -> None:
+        """Keep nodes of the pass; ``known`` are the numbers of each row."""
+        if self._nodes:
+            self._kept = kept
+
+    def tensors(self) -> list[Tensor]:
+        """All that is held."""
+        return [*self._nodes, *([] if self._before is None else [self._before])]
+
+    @property
+    def sizes(self) -> list[tuple[int, ...]]:
+        """The shape of the tensor of a row, and of what a node does to it; none where the layer has no such
+        state. Known after a pass."""
+        if self._before is None:
+            return []
+        return [tuple(self._before.shape[1:]), *(tuple(each.shape[2:]) for each in self._nodes)]
+
+    def fill(self, sizes: Sequence[Sequence[int]], like: Tensor, num_nodes: int = 1, length: int = 1) -> None:
+        """Where tensors of the rows of ``like`` are missing, make them with these :attr:`sizes`: of
+        ``num_nodes`` nodes, and a path of ``length`` that keeps none."""
+        num_rows = len(like)
+        if self._before is None:
+            self._before = like.new_zeros(num_rows, *sizes[0])
+        if self._kept is None:
+            self._nodes = tuple(like.new_zeros(num_rows, num_nodes, *size) for size in sizes[1:])
+            nothing = Kept.nothing(num_rows, like.device)
+            self._kept = Kept(nothing.path.expand(-1, length).contiguous(), nothing.counts)
+
+    def program_inputs(self) -> list[Tensor]:
+        """The tensors that a compiled pass takes (:meth:`take_inputs`); all have been made (:meth:`fill`)."""
+        assert self._before is not None and self._kept is not None
+        return [self._before, *(each.contiguous() for each in self._nodes), self._kept.path, self._kept.counts]
+
+    def take_inputs(self, tensors: Sequence[Tensor]) -> None:
+        """Stand for the state with these :meth:`program_inputs`."""
+        self._before, *nodes, path, counts = tensors
+        self._nodes = tuple(nodes)
+        self._kept = Kept(path, counts)
+
+    def results(self) -> list[Tensor]:
+        """The tensors that a pass has made, for :meth:`take_results`."""
+        return [each.contiguous() for each in self._nodes]
+
+    def take_results(self, tensors: Sequence[Tensor]) -> None:
+        """Take over the :meth:`results` of a compiled pass."""
+        self._nodes = tuple(tensors)
+        self._kept = None
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Drop all rows but ``rows`` (B',) long."""
+        self.begin_pass()
+        if self._before is None:
+            return
+        rows = rows.to(self._before.device)
+        self._before = self._before[rows]
+        if self._kept is not None:
+            self._nodes = tuple(each[rows] for each in self._nodes)
+            self._kept = self._kept.of_rows(rows)
+
+    def join(self, other: RowStates) -> None:
+        """Append the rows of ``other``, a state of the same rule."""
+        self.begin_pass()
+        if self._before is None or other._before is None:
+            return
+        if self._kept is not None or other._kept is not None:
+            own_nodes, own_kept = self._pending_like(other)
+            other_nodes, other_kept = other._pending_like(self)
+            length = max(own_nodes[0].shape[1], other_nodes[0].shape[1])
+            self._nodes = tuple(
+                torch.cat([_padded(own, length), _padded(others, length)])
+                for own, others in zip(own_nodes, other_nodes, strict=True)
+            )
+            self._kept = own_kept.joined(other_kept)
+        self._before = torch.cat([self._before, other._before])
+
+    def _pending_like(self, other: RowStates) -> tuple[tuple[Tensor, ...], Kept]:
+        """The nodes and which of them are committed; of the kind of ``other``, and none, where none are."""
+        if self._kept is not None:
+            return self._nodes, self._kept
+        assert self._before is not None
+        num_rows = len(self._before)
+        nodes = tuple(each.new_zeros(num_rows, 1, *each.shape[2:]) for each in other._nodes)
+        return nodes, Kept.nothing(num_rows, self._before.device)
+
+    def copy_row(self, source: RowStates, row: int) -> None:
+        """Take a row of ``source``, a state of the same rule."""
+        if source._before is None:
+            return
+        self._before = source._before[row : row + 1].clone()
+        if source._kept is not None:
+            path = source._kept.path[row : row + 1, : int(source._kept.counts[row])]
+            self._nodes = tuple(each[row : row + 1, path[0].to(each.device)] for each in source._nodes)
+            in_order = torch.arange(path.shape[1], device=path.device)[None]
+            self._kept = Kept(in_order, source._kept.counts[row : row + 1]) if path.numel() else None
+
+
+class ConvolutionState(RowStates):
+    """The last inputs of each channel of a causal convolution: (B, K - 1, C), and (B, N, C) of the nodes."""
 
     def windows(self, inputs: Tensor, size: int) -> Tensor:
         """The ``size`` inputs (K) that each node of a pass reads, (B, C, N, K), the newest last; ``inputs``
         are those of the nodes, (B, C, N)."""
-        if self.committed is None:
-            self.committed = inputs.new_zeros(*inputs.shape[:2], size - 1)
-        self._nodes = inputs
-        extended = torch.cat([self.committed, inputs], dim=2)
-        topology = self._paths.topology
-        assert topology is not None
-        if topology.is_chain:
-            return extended.unfold(2, size, 1)
+        nodes = inputs.transpose(1, 2)
+        before = self._committed(nodes, size - 1)
+        self._before = before
+        self._nodes = (nodes,)
+        self._kept = None
         places = self._paths.inputs_of_nodes(size).to(inputs.device)  # (R, N, K)
-        places = places.flatten(1)[:, None].expand(len(inputs), inputs.shape[1], -1)
-        return extended.gather(2, places).unflatten(2, (-1, size))
+        places = places.flatten(1).expand(inputs.shape[0], -1)
+        return _rows_at(before, nodes, places).unflatten(1, (-1, size)).permute(0, 3, 1, 2)
 
-    def commit(self, path: Tensor, num_kept: Tensor) -> None:
-        """Keep the first ``num_kept`` (B,) long nodes of ``path`` (B, L) long."""
-        if self.committed is None or self._nodes is None:
-            return
-        num_before = self.committed.shape[2]
-        extended = torch.cat([self.committed, self._nodes], dim=2)
-        before = torch.arange(num_before, device=path.device).expand(len(path), -1)
-        along = torch.cat([before, num_before + path], dim=1)
-        places = along.gather(1, num_kept[:, None] + torch.arange(num_before, device=path.device))
-        places = places.to(extended.device)[:, None].expand(-1, extended.shape[1], -1)
-        self.committed = extended.gather(2, places)
-        self._nodes = None
+    def results(self) -> list[Tensor]:
+        assert self._before is not None
+        return [self._before.contiguous(), *super().results()]
 
-    def tensors(self) -> list[Tensor]:
-        """All that is held."""
-        return [tensor for tensor in (self.committed, self._nodes) if tensor is not None]
+    def take_results(self, tensors: Sequence[Tensor]) -> None:
+        self._before = tensors[0]
+        super().take_results(tensors[1:])
 
-    def keep_rows(self, rows: Tensor) -> None:
-        """Drop all rows but ``rows`` (B',) long."""
-        self._nodes = None
-        if self.committed is not None:
-            self.committed = self.committed[rows.to(self.committed.device)]
-
-    def join(self, other: ConvolutionState) -> None:
-        """Append the rows of ``other``."""
-        self._nodes = None
-        if self.committed is not None and other.committed is not None:
-            self.committed = torch.cat([self.committed, other.committed])
-
-    def copy_row(self, source: ConvolutionState, row: int) -> None:
-        """Take the row of ``source``."""
-        if source.committed is not None:
-            self.committed = source.committed[row : row + 1].clone()
+    def _committed(self, nodes: Tensor, num_inputs: int) -> Tensor:
+        """The inputs before the root of the pass over ``nodes`` (B, N, C)."""
+        if self._before is None:
+            return nodes.new_zeros(nodes.shape[0], num_inputs, nodes.shape[2])
+        if self._kept is None:
+            return self._before
+        places = self._kept.last_inputs(num_inputs).to(nodes.device)
+        return _rows_at(self._before, self._nodes[0], places)
 
 
-@dataclass(frozen=True)
-class Updates:
-    """What tokens did to the matrices of their heads: S <- decay S + key written'."""
+def _rows_at(before: Tensor, nodes: Tensor, places: Tensor) -> Tensor:
+    """Of the inputs ``before`` (B, M, C) followed by ``nodes`` (B, N, C), those at ``places`` (B, L) long:
+    (B, L, C)."""
+    inputs = torch.cat([before, nodes], dim=1)
+    if inputs.shape[0] == 1:  # in a third of the time
+        return inputs[0].index_select(0, places[0])[None]
+    return inputs.gather(1, places[..., None].expand(-1, -1, inputs.shape[2]))
+
+
+class Updates(NamedTuple):
+    """What nodes do to the matrices of their heads: S <- decay S + key written'."""
 
     decay: Tensor
     """(B, N, H) or (B, N, H, K) float32."""
@@ -173,155 +333,90 @@ class Updates:
     written: Tensor
     """(B, N, H, V) float32."""
 
+    def apply(self, state: Tensor, node: int) -> Tensor:
+        """The state after a node, from the one before it: (B, H, K, V) both."""
+        decay = self.decay[:, node]
+        decay = decay[..., None, None] if decay.dim() == 2 else decay[..., None]
+        return state * decay + self.key[:, node, :, :, None] * self.written[:, node, :, None]
+
     def along(self, path: Tensor) -> Updates:
         """Those of the nodes ``path`` (B, L) long, in order."""
         rows = torch.arange(len(path), device=path.device)[:, None]
         return Updates(self.decay[rows, path], self.key[rows, path], self.written[rows, path])
 
-    def of_rows(self, rows: Tensor) -> Updates:
-        """Those of ``rows`` (B',) long."""
-        return Updates(self.decay[rows], self.key[rows], self.written[rows])
 
-    def padded(self, length: int) -> Updates:
-        """The same with ``length`` updates a row, the new ones without meaning."""
-        return Updates(*(_padded(each, length) for each in (self.decay, self.key, self.written)))
-
-    def joined(self, other: Updates) -> Updates:
-        """The rows of both, which have equally many updates."""
-        return Updates(
-            torch.cat([self.decay, other.decay]),
-            torch.cat([self.key, other.key]),
-            torch.cat([self.written, other.written]),
-        )
-
-    def apply(self, state: Tensor, number: int, counts: Tensor | None = None) -> Tensor:
-        """The state (B, H, K, V) after the update ``number`` of each row, of which there are ``counts`` (B,)
-        long; all where it is None."""
-        decay = self.decay[:, number]
-        decay = decay[..., None, None] if decay.dim() == 2 else decay[..., None]
-        after = state * decay + self.key[:, number, :, :, None] * self.written[:, number, :, None]
-        if counts is None:
-            return after
-        return torch.where((number < counts)[:, None, None, None], after, state)
+LEAST_KEPT = 8
+"""Nodes of a chain from which on the state after the last one is kept: where all are committed, the next pass
+has no updates to apply."""
 
 
-def _padded(tensor: Tensor, length: int) -> Tensor:
-    """``tensor`` (B, N, ...) with ``length`` entries in its second dimension."""
-    return torch.cat(
-        [tensor, tensor.new_zeros(len(tensor), length - tensor.shape[1], *tensor.shape[2:])], dim=1
-    )
-
-
-class MatrixState:
-    """The matrix of each head of a recurrent layer, as the committed text left it."""
+class MatrixState(RowStates):
+    """The matrix of each head of a recurrent layer: (B, H, K, V) float32, and the :class:`Updates` of nodes."""
 
     def __init__(self, paths: Paths):
-        self._paths = paths
-        self._committed: Tensor | None = None  # (B, H, K, V) float32, without the pending updates
-        self.pending: Updates | None = None
-        """What committed tokens did that the matrix lacks."""
-        self.num_pending: Tensor | None = None
-        """(B,) long: how many of these each row has."""
-        self._nodes: Updates | None = None  # of the last pass
-        self._last: Tensor | None = None  # (B, H, K, V): the state after its last node, if it was a chain
+        super().__init__(paths)
+        self._last: Tensor | None = None  # (B, H, K, V): after the last node of a chain, where it is kept
 
-    @property
-    def topology(self) -> TreeTopology:
-        """The tree of the pass."""
-        assert self._paths.topology is not None
-        return self._paths.topology
+    def begin_pass(self) -> None:
+        super().begin_pass()
+        self._last = None
 
-    def before_pending(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The state before the :attr:`pending` updates, of this ``shape`` (B, H, K, V) float32, on the device
-        of ``like``; zeros before any text."""
-        if self._committed is None:
-            self._committed = torch.zeros(shape, dtype=torch.float32, device=like.device)
-        return self._committed
+    def before(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The state (B, H, K, V) = ``shape`` that the :meth:`pending` updates come on top of, on the device of
+        ``like``."""
+        if self._before is None:
+            self._before = torch.zeros(shape, dtype=torch.float32, device=like.device)
+        return self._before
+
+    def pending(self) -> tuple[Updates, Kept] | None:
+        """The updates that :meth:`before` lacks: nodes of the last pass, and which of them are committed."""
+        return None if self._kept is None else (Updates(*self._nodes), self._kept)
+
+    def place_of_last(self) -> Tensor:
+        """Where a rule writes the state after the last node of a chain; :meth:`before` itself, which is not to
+        be written to, where nobody needs it."""
+        if self._last is None:
+            assert self._before is not None, "before() comes first"
+            is_needed = self.is_of_chain and self.parents.shape[1] >= LEAST_KEPT
+            self._last = torch.empty_like(self._before) if is_needed else self._before
+        return self._last
+
+    def program_inputs(self) -> list[Tensor]:
+        return [*super().program_inputs(), self.place_of_last()]
+
+    def take_inputs(self, tensors: Sequence[Tensor]) -> None:
+        super().take_inputs(tensors[:-1])
+        self._last = tensors[-1]
 
     def committed(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The state after the committed text, as :meth:`before_pending`; no updates are pending then."""
-        state = self.before_pending(like, shape)
-        if self.pending is not None:
-            for number in range(self.pending.key.shape[1]):
-                state = self.pending.apply(state, number, self.num_pending)
-            self.pending = None
-            self.num_pending = None
-        self._committed = state
+        """The state with all committed updates, as :meth:`before`; none are pending then."""
+        state = self.before(like, shape)
+        pending = self.pending()
+        if pending is not None:
+            updates, kept = pending
+            most = int(kept.counts.max())
+            along = updates.along(kept.path[:, :most].to(state.device))
+            for number in range(most):
+                has_it = (number < kept.counts).to(state.device)[:, None, None, None]
+                state = torch.where(has_it, along.apply(state, number), state)
+        self._before = state
+        self._nodes = ()
+        self._kept = None
         return state
 
-    def keep(self, nodes: Updates, last: Tensor | None) -> None:
-        """Keep what the nodes of the pass do; ``last`` is the state after the last one of a chain, where it
-        is known. Pending updates have been applied."""
-        self.pending = None
-        self.num_pending = None
+    def keep(self, nodes: Updates) -> None:
+        """Keep what the nodes of the pass do. Pending updates have been applied."""
         self._nodes = nodes
-        self._last = last
+        self._kept = None
 
-    def commit(self, path: Tensor, num_kept: Tensor, known: list[int]) -> None:
-        """Keep the first ``num_kept`` (B,) long nodes of ``path`` (B, L) long; ``known`` are the same
-        numbers."""
-        if self._nodes is None:
-            return
-        num_nodes = self._nodes.key.shape[1]
-        if self._last is not None and all(count == num_nodes for count in known):
-            self._committed = self._last
-        elif any(known):
-            device = self._nodes.key.device
-            self.pending = self._nodes.along(path[:, : max(known)].to(device))
-            self.num_pending = num_kept.to(device)
-        self._nodes = None
+    def commit(self, kept: Kept, known: list[int]) -> None:
+        has_last = self._last is not None and self._last is not self._before
+        if has_last and self._nodes and all(count == self._nodes[0].shape[1] for count in known):
+            self._before = self._last
+            self._nodes = ()
+        else:
+            super().commit(kept, known)
         self._last = None
-
-    def tensors(self) -> list[Tensor]:
-        """All that is held."""
-        held = [self._committed, self._last]
-        for updates in filter(None, (self.pending, self._nodes)):
-            held += [updates.decay, updates.key, updates.written]
-        return [tensor for tensor in held if tensor is not None]
-
-    def keep_rows(self, rows: Tensor) -> None:
-        """Drop all rows but ``rows`` (B',) long."""
-        self._nodes = None
-        self._last = None
-        if self._committed is not None:
-            rows = rows.to(self._committed.device)
-            self._committed = self._committed[rows]
-        if self.pending is not None and self.num_pending is not None:
-            self.pending = self.pending.of_rows(rows)
-            self.num_pending = self.num_pending[rows]
-
-    def join(self, other: MatrixState) -> None:
-        """Append the rows of ``other``."""
-        self._nodes = None
-        self._last = None
-        if self._committed is None or other._committed is None:
-            return
-        own = self._pending_like(other)
-        others = other._pending_like(self)
-        if own is not None and others is not None:
-            length = max(own[0].key.shape[1], others[0].key.shape[1])
-            self.pending = own[0].padded(length).joined(others[0].padded(length))
-            self.num_pending = torch.cat([own[1], others[1]])
-        self._committed = torch.cat([self._committed, other._committed])
-
-    def _pending_like(self, other: MatrixState) -> tuple[Updates, Tensor] | None:
-        """The pending updates and their numbers; updates that no row takes where ``other`` alone has some."""
-        if self.pending is not None and self.num_pending is not None:
-            return self.pending, self.num_pending
-        if other.pending is None or self._committed is None:
-            return None
-        no_row_has_any = torch.zeros(len(self._committed), dtype=torch.long, device=self._committed.device)
-        return other.pending.of_rows(no_row_has_any), no_row_has_any
-
-    def copy_row(self, source: MatrixState, row: int) -> None:
-        """Take the row of ``source``."""
-        if source._committed is None:
-            return
-        self._committed = source._committed[row : row + 1].clone()
-        if source.pending is not None and source.num_pending is not None:
-            only = torch.tensor([row], device=source._committed.device)
-            self.pending = source.pending.of_rows(only)
-            self.num_pending = source.num_pending[only]
 
 
 class StateLayer(LinearAttentionLayer):
@@ -337,7 +432,7 @@ class StateLayer(LinearAttentionLayer):
         self.has_previous_state = dict.fromkeys(numbers, True)
 
     @property
-    def states(self) -> list[ConvolutionState | MatrixState]:
+    def states(self) -> list[RowStates]:
         return [*self.conv_states.values(), *self.recurrent_states.values()]
 
     def update_conv_state(
@@ -374,10 +469,17 @@ class RecurrentCache(TreeCache):
         super().__init__(num_rows, 0, device)
         self.config = config
         self.paths = Paths()
-        self.layers = [self._layer_for(layer) for layer in DynamicCache(config=config).layers]
-        self.tree_layers = [layer for layer in self.layers if isinstance(layer, TreeCacheLayer)]
-        layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
-        self.states = [state for layer in layers for state in layer.states]
+        self.layers = []
+        self.tree_layers = []
+        self.states: list[RowStates] = []
+        self.parts = []
+        for layer in map(self._layer_for, DynamicCache(config=config).layers):
+            entries = [layer] if isinstance(layer, TreeCacheLayer) else []
+            states = layer.states if isinstance(layer, StateLayer) else []
+            self.layers.append(layer)
+            self.tree_layers += entries
+            self.states += states
+            self.parts.append([*entries, *states])
 
     def _layer_for(self, layer: Any) -> Any:
         """The replacement of a cache layer of ``transformers``; itself where it keeps nothing."""
@@ -386,6 +488,11 @@ class RecurrentCache(TreeCache):
         if isinstance(layer, LinearAttentionLayer):
             return StateLayer(self.paths, layer.number_of_states)
         return layer if isinstance(layer, WITHOUT_MEMORY) else TreeCacheLayer(self.under_way)
+
+    def program_inputs(self, window_sizes: Sequence[int]) -> list[Tensor]:
+        shape = self.slots.shape
+        windows = [self.paths.inputs_of_nodes(size).expand(*shape, -1) for size in window_sizes]
+        return [*super().program_inputs(()), self.paths.parents.expand(shape), *windows]
 
     @property
     def num_bytes(self) -> int:
@@ -399,26 +506,17 @@ class RecurrentCache(TreeCache):
     def bytes_per_row(self) -> int:
         return self._state_bytes // max(1, self.num_rows)
 
-    def commit(
-        self, path: Tensor, num_kept: Tensor, is_chain: bool = False, known: list[list[int]] | None = None
-    ) -> None:
-        counts = num_kept.tolist() if known is None else [*map(len, known)]
-        self._commit_states(path, num_kept, counts)
-        super().commit(path, num_kept, is_chain, known)
-
-    def commit_prefix(self, num_kept: Tensor, known: list[int] | None = None) -> None:
-        known = num_kept.tolist() if known is None else known
-        path = torch.arange(max(known), device=num_kept.device).expand(len(known), -1)
-        self._commit_states(path, num_kept, known)
-        super().commit_prefix(num_kept, known)
-
-    def _commit_states(self, path: Tensor, num_kept: Tensor, known: list[int]) -> None:
-        """As :meth:`commit`; nothing where it has been done."""
+    def begin_pass(self, topology: TreeTopology) -> None:
+        """Begin a pass over the nodes of ``topology``."""
+        self.paths.begin(topology)
         for state in self.states:
-            if isinstance(state, MatrixState):
-                state.commit(path, num_kept, known)
-            else:
-                state.commit(path, num_kept)
+            state.begin_pass()
+
+    def _keep_nodes(self, path: Tensor, num_kept: Tensor, known: list[int]) -> None:
+        kept = Kept(path.contiguous(), num_kept)
+        for state in self.states:
+            state.commit(kept, known)
+        super()._keep_nodes(path, num_kept, known)
 
     def uncommit_last(self) -> None:
         raise NotImplementedError("a state cannot forget its last token")
@@ -432,7 +530,7 @@ class RecurrentCache(TreeCache):
         assert isinstance(other, RecurrentCache), "of the same base"
         super().join(other, most_rows)
         for state, other_state in zip(self.states, other.states, strict=True):
-            state.join(other_state)  # type: ignore[arg-type]  # of the same kind
+            state.join(other_state)
 
     def copy_of_row(self, row: int, length: int) -> TreeCache:
         """A new cache of one row, with the first ``length`` committed tokens of ``row``; without any where
@@ -442,7 +540,7 @@ class RecurrentCache(TreeCache):
         assert isinstance(copied, RecurrentCache)
         if is_whole:
             for state, source in zip(copied.states, self.states, strict=True):
-                state.copy_row(source, row)  # type: ignore[arg-type]  # of the same kind
+                state.copy_row(source, row)
         return copied
 
     def _empty_row(self) -> TreeCache:

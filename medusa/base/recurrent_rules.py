@@ -26,8 +26,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
 from medusa.base.recurrent import KNOWN_LAYERS, MatrixState, Updates
-from medusa.base.rowwise import WHOLE_VECTORS, rowwise
-from medusa.trees.candidate_tree import TreeTopology
+from medusa.base.rowwise import rowwise
 
 
 def causal_convolution(
@@ -39,41 +38,33 @@ def causal_convolution(
         windows: (B, C, N, K), the inputs that each node reads, the newest last.
         weight: (C, K). bias: (C,).
     """
-    terms = windows.to(weight.dtype).unbind(dim=3)  # K of (B, C, N)
-    by_channel = windows.shape[2] >= WHOLE_VECTORS
-    if not by_channel:  # few nodes make no whole vectors, and channels do
-        terms = tuple(term.transpose(1, 2).contiguous() for term in terms)  # (B, N, C)
-    output = terms[0] * (weight[:, :1] if by_channel else weight[:, 0])
+    terms = windows.transpose(1, 2).to(weight.dtype).unbind(dim=3)  # K of (B, N, C)
+    output = terms[0] * weight[:, 0]
     for number, term in enumerate(terms[1:], start=1):
-        factor = weight[:, number : number + 1] if by_channel else weight[:, number]
-        output = output + term * factor  # in two roundings, whatever the shape
+        output = output + term * weight[:, number]  # in two roundings
     if bias is not None:
-        output = output + (bias[:, None] if by_channel else bias)
+        output = output + bias
     if activation is not None:
         output = ACT2FN[activation](output)
-    return (output if by_channel else output.transpose(1, 2)).to(windows.dtype)
+    return output.transpose(1, 2).to(windows.dtype)
 
 
-def states_of_nodes(
-    state: Tensor, topology: TreeTopology, num_nodes: int, step: Callable[[Tensor, int], Tensor]
-) -> Tensor | None:
+def run_nodes(state: Tensor, nodes: MatrixState, step: Callable[[Tensor, int], Tensor]) -> Tensor:
     """Run ``step`` from the state of a node's parent, (B, H, K, V), and the node's number, to the node's own
-    state, for each node in turn; the root's parent is ``state``.
-
-    Returns:
-        the last state of a chain; None for other trees.
-    """
-    if topology.is_chain:
+    state, for each node of the pass of ``nodes`` in turn; the root's parent is ``state``. Returns the state
+    after the last node."""
+    num_nodes = nodes.parents.shape[1]
+    if nodes.is_of_chain:
         for node in range(num_nodes):
             state = step(state, node)
         return state
-    parents = topology.parents.expand(len(state), -1).to(state.device)
+    parents = nodes.parents.expand(len(state), -1).to(state.device)
     rows = torch.arange(len(state), device=state.device)
     states = [step(state, 0)]
     for node in range(1, num_nodes):
         above = torch.stack(states)[parents[:, node], rows] if len(state) > 1 else None
         states.append(step(states[int(parents[0, node])] if above is None else above, node))
-    return None
+    return states[-1]
 
 
 def matrix_rule(
@@ -103,8 +94,11 @@ def matrix_rule(
         outputs[:, node] = (after * query[:, node, :, :, None]).sum(dim=-2)
         return after
 
-    last = states_of_nodes(committed, state.topology, N, step)
-    state.keep(updates, last)
+    last = run_nodes(committed, state, step)
+    place = state.place_of_last()
+    if place is not committed:
+        place.copy_(last)
+    state.keep(updates)
     return outputs
 
 

@@ -50,9 +50,6 @@ from medusa.engine.views import packed_as
 from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
 from medusa.options import StepKind
 
-KEEPS_STATE = "a base whose layers are all attention, and this one keeps a state"
-
-
 @dataclass(frozen=True)
 class StepPlan:
     """How the steps of one request, or of a batch, are run."""
@@ -81,34 +78,35 @@ class Steps:
             raise ValueError(f"step must be one of {get_args(StepKind)}, got {step!r}")
         if step in ("auto", "general"):
             return
-        if self.profile.keeps_state:
-            raise ValueError(
-                f"step={step!r} needs a base whose layers are all attention, and {self.profile.name} keeps a "
-                "state, whose passes have no fixed shape; use step='general'"
-            )
-        lacks = None
-        if step == "compiled":
-            lacks = self.compiled_unsupported_reason()
-        elif step == "captured":
-            lacks = self.captured_unsupported_reason()
+        reasons = {
+            "compiled": self.compiled_unsupported_reason,
+            "static": self.static_unsupported_reason,
+            "captured": self.captured_unsupported_reason,
+        }
+        lacks = reasons[step]()
         if lacks is not None:
-            raise ValueError(f"step={step!r} needs {lacks}; use step='static', which any model runs")
+            raise ValueError(f"step={step!r} needs {lacks}; use step='general', which any model runs")
 
     def compiled_unsupported_reason(self) -> str | None:
         """The requirement of a compiled step that the base does not meet; None without any."""
-        if self.profile.keeps_state:
-            return KEEPS_STATE
         if self.profile.is_sharded:
             return "a model in one place, and this one is sharded (device_map)"
         if packed_as(self.base) is None:
             return "engine='packed' or 'int8', whose layers are compiled ahead on a CPU"
         return layers_unsupported_reason(self.base)
 
+    def static_unsupported_reason(self) -> str | None:
+        """The requirement of a step of fixed shape that the base does not meet; None without any."""
+        if self.profile.keeps_state:
+            return f"a base whose layers are all attention, and {self.profile.name} keeps a state"
+        return None
+
     def captured_unsupported_reason(self) -> str | None:
         """The requirement of a captured step that the base does not meet; None without any."""
+        lacks = self.static_unsupported_reason()
+        if lacks is not None:
+            return lacks
         devices = self.profile.devices
-        if self.profile.keeps_state:
-            return KEEPS_STATE
         if self.profile.is_sharded or len(devices) > 1:
             return (
                 f"a model on one CUDA device, and this one is sharded over {', '.join(devices)} (device_map)"

@@ -18,9 +18,11 @@ widths must be whole vectors, or its logits would depend on the rows beside it.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +41,7 @@ from medusa.base.causal_lm import (
 from medusa.engine.kernels import PackedMatmul
 from medusa.engine.libraries import digest_of, kept_library
 from medusa.engine.packed_experts import PackedExperts
-from medusa.engine.pass_parts import LayerGroup, parts_of, tensors_in
+from medusa.engine.pass_parts import CachePart, LayerGroup, parts_of, tensors_in
 from medusa.engine.programs import Program
 from medusa.engine.views import JoinedLinear
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
@@ -61,7 +63,8 @@ def layers_unsupported_reason(view: CausalLM) -> str | None:
     modules = list(layers.modules())
     experts = [module for module in modules if isinstance(module, PackedExperts)]
     packed = {id(weight) for each in experts for weight in each.experts.parameters()}
-    if any(weight.dim() > 2 and id(weight) not in packed for weight in layers.parameters()):
+    stacked = [weight for weight in layers.parameters() if weight.dim() > 2 and weight.shape[1] > 1]
+    if any(id(weight) not in packed for weight in stacked):  # a convolution of one channel has 1 there
         return "experts in a form that the kernels compute"
     widths = [len(module.weight) for module in modules if isinstance(module, JoinedLinear)]
     widths += [module.width for module in modules if isinstance(module, PackedMatmul)]
@@ -92,6 +95,7 @@ class CompiledPass:
         self._before = Program(parts.before.module, None if are_code else parts.before)
         self._after = Program(parts.after.module, None if are_code else parts.after)
         self._groups = [(Program(group.part.module, group.part), group) for group in parts.groups]
+        self._window_sizes = parts.window_sizes
         if new:
             try:
                 self._check_same()
@@ -118,11 +122,18 @@ class CompiledPass:
         first_group = self._groups[0][1]
         hidden = pass_tensors[first_group.takes[0]]
         outputs: list[Tensor] = []  # of each layer
+        of_cache = [tensor.contiguous() for tensor in cache.program_inputs(self._window_sizes)]
         for program, group in self._groups:
-            taken = [hidden, *(pass_tensors[place] for place in group.takes[1:]), cache.slots]
-            taken += _reserved_entries(cache, group, hidden)
-            outputs += program(taken)
+            taken = [hidden, *(pass_tensors[place] for place in group.takes[1:]), *of_cache]
+            kept = _kept_parts(cache, group)
+            for held, part in kept:
+                held.fill(part.sizes, hidden)
+                taken += held.program_inputs()
+            results = iter(program(taken))
+            outputs += itertools.islice(results, len(group.parts))
             hidden = outputs[-1]
+            for held, part in kept:
+                held.take_results([*itertools.islice(results, part.num_results)])
         select = _all_nodes(*tokens.shape) if select is None else select.contiguous()
         last, logits = self._after([hidden, select, *inputs])
         if layers:
@@ -144,13 +155,16 @@ class CompiledPass:
 
     @torch.no_grad()
     def _trial(self, run: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
-        """Logits (B, 1 + N, V) after two prompts and of a tree below them."""
+        """Logits (B, 1 + N + N, V) after two prompts, of a tree below them, and of one below two of its
+        nodes, or one."""
         tree = CandidateTree.from_paths([(0,), (1,), (0, 0)])
-        ids = torch.randint(vocab_size(self.view), (2, 24), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(vocab_size(self.view), (2, 28), generator=torch.Generator().manual_seed(0))
         cache = new_cache(self.view, 2)
         _, after_prompt = prefill(self.view, ids[:, :20], torch.tensor([20, 13]), cache, run=run)
-        _, after_nodes = run(self.view, ids[:, 20:], tree.topology("cpu"), cache)
-        return torch.cat([after_prompt[:, None], after_nodes], dim=1)
+        _, after_nodes = run(self.view, ids[:, 20:24], tree.topology("cpu"), cache)
+        cache.commit(torch.tensor([[0, 2], [0, 1]]), torch.tensor([2, 1]))
+        _, after_more = run(self.view, ids[:, 24:], tree.topology("cpu"), cache)
+        return torch.cat([after_prompt[:, None], after_nodes, after_more], dim=1)
 
 
 @contextmanager
@@ -169,16 +183,11 @@ def _last_bits_moved(view: CausalLM) -> Iterator[None]:
         hook.remove()
 
 
-def _reserved_entries(cache: TreeCache, group: LayerGroup, hidden: Tensor) -> list[Tensor]:
-    """Keys and values of the layers of ``group``, with room for the pass of ``hidden`` (B, N, D)."""
-    entries = []
-    for layer, sizes in zip(cache.tree_layers[group.layers], group.entry_sizes, strict=True):
-        if not layer.is_initialized:
-            shapes = [(len(hidden), heads, 0, width) for heads, width in sizes]
-            layer.lazy_initialization(*(hidden.new_empty(shape) for shape in shapes))
-        layer.reserve(cache.num_slots)
-        entries += layer.entries
-    return entries
+def _kept_parts(cache: TreeCache, group: LayerGroup) -> list[tuple[Any, CachePart]]:
+    """What the layers of ``group`` keep in ``cache``, as far as they use it."""
+    held = itertools.chain.from_iterable(cache.parts[group.layers])
+    parts = itertools.chain.from_iterable(group.parts)
+    return [(each, part) for each, part in zip(held, parts, strict=True) if part.sizes]
 
 
 @functools.lru_cache(64)

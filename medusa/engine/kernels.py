@@ -103,6 +103,7 @@ def kernels_unsupported_reason() -> str | None:
     torch.library.register_fake("medusa::expert_products", _shape_of_experts, allow_override=True)
     torch.library.register_fake("medusa::tree_attention", _shape_of_attention, allow_override=True)
     torch.library.register_fake("medusa::quantised_rows", _shape_of_rows, allow_override=True)
+    torch.library.register_fake("medusa::matrix_rule", _shapes_of_rule, allow_override=True)
     return None
 
 
@@ -240,6 +241,12 @@ def _shape_of_attention(
     query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float, cap: float, sinks: Tensor | None
 ) -> Tensor:
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
+def _shapes_of_rule(state: Tensor, *args: Tensor | None) -> tuple[Tensor, Tensor]:
+    *_, value, _, beta, _ = args
+    assert value is not None
+    return torch.empty_like(value), value.new_empty(0 if beta is None else value.shape[0], *value.shape[1:])
 
 
 _PLACES = ("position_ids", "cache_position")

@@ -9,32 +9,27 @@ from torch import Tensor
 
 from medusa.base.recurrent import MatrixState, Updates
 
-LEAST_KEPT = 8
-"""Nodes of a chain from which on the state after the last one is kept: where all are committed, the next pass
-has no updates to apply."""
-
 
 def matrix_rule(
     state: MatrixState, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None = None
 ) -> Tensor:
     """:func:`medusa.base.recurrent_rules.matrix_rule`, in one operator."""
-    B, N, H, K = key.shape
-    topology = state.topology
-    pending = state.pending
-    before = state.before_pending(value, (B, H, K, value.shape[3]))
-    outputs, written, last = torch.ops.medusa.matrix_rule(
+    B, _, H, K = key.shape
+    key, value, decay = (each.contiguous() for each in (key, value, decay))  # which are kept
+    before = state.before(value, (B, H, K, value.shape[3]))
+    updates, kept = state.pending() or (None, None)
+    outputs, written = torch.ops.medusa.matrix_rule(
         before,
-        None if pending is None else pending.decay,
-        None if pending is None else pending.key,
-        None if pending is None else pending.written,
-        state.num_pending,
+        state.place_of_last(),
+        *((None, None, None) if updates is None else updates),
+        None if kept is None else kept.path,
+        None if kept is None else kept.counts,
         query,
         key,
         value,
         decay,
         beta,
-        None if topology.is_chain else topology.parents,
-        topology.is_chain and N >= LEAST_KEPT,
+        state.parents,
     )
-    state.keep(Updates(decay, key, written), last if last.numel() else None)
+    state.keep(Updates(decay, key, value if beta is None else written))
     return cast(Tensor, outputs)

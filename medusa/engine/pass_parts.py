@@ -37,18 +37,37 @@ from medusa.base.causal_lm import (
     rope_types,
     tree_inputs,
 )
+from medusa.base.recurrent import ConvolutionState, Paths, RowStates, StateLayer
 from medusa.engine.programs import Part
 from medusa.trees.candidate_tree import CandidateTree
 
 TRIALS = ((3, 5, 250), (2, 4, 520))
 """Rows, nodes and tokens of the two passes that tell which dimensions change from pass to pass."""
+OLD_NODES, OLD_LENGTH = 6, 11
+"""Nodes of the pass before these, and of its path, more than those of the passes: dimensions of their own."""
 SELECTED = (6, 8)
 """Number of nodes whose logits these passes return."""
 MOST_TOGETHER = 6
 """Layers of a group, at most. A program takes some 20 microseconds to call, and a layer more in it two
 seconds to compile."""
+MOST_LAYERS = 1024
+"""More layers than models have."""
 READ_ON_THE_HOST = ("dynamic", "longrope")
 """Kinds of rotary angles that ask how long the text is, which no program can."""
+
+
+@dataclass(frozen=True)
+class CachePart:
+    """One of the things that a layer keeps in the cache (:attr:`medusa.base.cache.TreeCache.parts`)."""
+
+    sizes: list[Any]
+    """Its ``sizes``; none where the layer does not use it."""
+    num_inputs: int
+    """Tensors of it that a program takes."""
+    num_results: int
+    """Tensors that it makes for it, behind the outputs of its layers."""
+    is_state: bool
+    """Whether it is a state, and not keys and values."""
 
 
 @dataclass
@@ -59,8 +78,8 @@ class LayerGroup:
     layers: slice
     takes: list[int]
     """Its inputs, by their place among the tensors of a pass; the first is the hidden state."""
-    entry_sizes: list[list[tuple[int, int]]]
-    """For each layer, heads and width of keys, and of values."""
+    parts: list[list[CachePart]]
+    """What each layer keeps."""
 
 
 @dataclass
@@ -70,6 +89,8 @@ class PassParts:
     before: Part
     groups: list[LayerGroup]
     after: Part
+    window_sizes: list[int]
+    """Inputs that a node reads of convolutions, each number once."""
     ends_are_code: bool
     """Whether ``before`` and ``after`` run as they are, and are not compiled."""
 
@@ -90,7 +111,7 @@ def parts_of(view: CausalLM) -> PassParts:
     """
     calls = [_LayerCall(layer) for layer in decoder_layers(view)]
     trials = [_trial(view, calls, num_rows, num_nodes, length) for num_rows, num_nodes, length in TRIALS]
-    if not all(trials[0].entries) or not _follow_each_other(calls):
+    if trials[0].lacks_entries or not _follow_each_other(calls):
         raise ValueError(
             f"the layers of {type(view).__name__} do not follow each other with keys and values of their "
             "own, so they cannot be compiled separately; use step='general'"
@@ -112,13 +133,14 @@ def parts_of(view: CausalLM) -> PassParts:
             [
                 [
                     [*trial.inputs, *before(*trial.inputs)][takes[0][0]],
-                    torch.zeros(len(trial.slots), num_selected, dtype=torch.long),
+                    torch.zeros(len(trial.of_cache[0]), num_selected, dtype=torch.long),
                     *trial.inputs,
                 ]
                 for trial, num_selected in zip(trials, SELECTED, strict=True)
             ],
             common,
         ),
+        window_sizes=trials[0].window_sizes,
         ends_are_code=any(kind in READ_ON_THE_HOST for kind in rope_types(view)),
     )
 
@@ -135,17 +157,16 @@ def _groups(
     groups = []
     for first in range(0, len(calls), size):
         layers = slice(first, first + size)
-        module = _LayersAsFunction(calls[layers], takes[layers])
+        parts = trials[0].parts[layers]
+        module = _LayersAsFunction(
+            calls[layers], takes[layers], parts, trials[0].window_sizes, len(trials[0].of_cache) > 1
+        )
         inputs = [
-            [*module.inputs_in(number), trial.slots, *itertools.chain(*trial.entries[layers])]
+            [*module.inputs_in(number), *trial.of_cache, *itertools.chain(*trial.of_parts[layers])]
             for number, trial in enumerate(trials)
         ]
         part = Part(name, module, inputs, (common, module.settings))
-        entry_sizes = [
-            [(entries.shape[1], entries.shape[3]) for entries in of_layer]
-            for of_layer in trials[0].entries[layers]
-        ]
-        groups.append(LayerGroup(part, layers, module.places, entry_sizes))
+        groups.append(LayerGroup(part, layers, module.places, parts))
     return groups
 
 
@@ -176,10 +197,16 @@ class _Trial:
     """The arguments of the base's forward."""
     inputs: list[Tensor]
     """The tensors among them."""
-    slots: Tensor
-    """(B, N) long: where its nodes go in the cache."""
-    entries: list[list[Tensor]]
-    """Keys and values of each layer."""
+    window_sizes: list[int]
+    """Inputs that a node reads of convolutions, each number once."""
+    of_cache: list[Tensor]
+    """What its layers read of the cache for all of them (:meth:`TreeCache.program_inputs`)."""
+    parts: list[list[CachePart]]
+    """What each layer keeps in the cache."""
+    of_parts: list[list[Tensor]]
+    """The tensors of these, by layer."""
+    lacks_entries: bool
+    """Whether an attention layer has no keys and values of its own."""
 
 
 def _trial(view: CausalLM, calls: list[_LayerCall], num_rows: int, num_nodes: int, length: int) -> _Trial:
@@ -196,7 +223,38 @@ def _trial(view: CausalLM, calls: list[_LayerCall], num_rows: int, num_nodes: in
     finally:
         for hook in hooks:
             hook.remove()
-    return _Trial(arguments, inputs, cache.slots, [list(layer.entries) for layer in cache.tree_layers])
+    sizes = sorted({size for layer in cache.parts for part in layer for size in _window_sizes(part)})
+    of_cache = [tensor.contiguous() for tensor in cache.program_inputs(sizes)]
+    parts = []
+    of_parts = []
+    for layer in cache.parts:
+        num_results = [len(part.results()) for part in layer]
+        tensors = [_trial_tensors(part, num_rows, num_nodes) for part in layer]
+        of_parts.append([*itertools.chain(*tensors)])
+        parts.append(
+            [
+                CachePart(part.sizes, len(given), count, isinstance(part, RowStates))
+                for part, given, count in zip(layer, tensors, num_results, strict=True)
+            ]
+        )
+    lacks_entries = any(not layer.sizes for layer in cache.tree_layers)
+    return _Trial(arguments, inputs, sizes, of_cache, parts, of_parts, lacks_entries)
+
+
+def _window_sizes(part: Any) -> list[int]:
+    """The inputs that a node reads of a convolution, if ``part`` is the state of one that is in use."""
+    return [part.sizes[0][0] + 1] if isinstance(part, ConvolutionState) and part.sizes else []
+
+
+def _trial_tensors(part: Any, num_rows: int, num_nodes: int) -> list[Tensor]:
+    """The tensors of one part of the cache in a trial, of a state as after another pass."""
+    if not part.sizes:
+        return []
+    if not isinstance(part, RowStates):
+        return [*part.program_inputs()]
+    state = type(part)(Paths())
+    state.fill(part.sizes, torch.empty(num_rows, 0), num_nodes + OLD_NODES, num_nodes + OLD_LENGTH)
+    return [tensor.clone() for tensor in state.program_inputs()]  # of which one may be another
 
 
 def _follow_each_other(calls: list[_LayerCall]) -> bool:
@@ -233,14 +291,24 @@ def _exchanged(value: Any, tensors: Iterator[Tensor], cache: Cache) -> Any:
 
 
 class _LayersAsFunction(nn.Module):
-    """Consecutive layers as a function of their input tensors, slots, and keys and values of each; returns
-    the output of each layer."""
+    """Consecutive layers as a function of their input tensors, of the pass's in the cache, and of those that
+    each layer keeps; returns the output of each layer, and then what is made of the kept."""
 
-    def __init__(self, calls: Sequence[_LayerCall], takes: Sequence[Sequence[int]]):
+    def __init__(
+        self,
+        calls: Sequence[_LayerCall],
+        takes: Sequence[Sequence[int]],
+        parts: Sequence[Sequence[CachePart]],
+        window_sizes: Sequence[int],
+        keeps_states: bool,
+    ):
         super().__init__()
         self.layers = nn.ModuleList(call.layer for call in calls)
         self._calls = calls
         self._takes = takes
+        self._parts = parts
+        self._window_sizes = window_sizes
+        self._keeps_states = keeps_states  # the base, though not these layers
         self.places = list(dict.fromkeys(itertools.chain(*takes)))
         """The tensors of the pass that the layers take, each once."""
         self.settings = [
@@ -259,18 +327,23 @@ class _LayersAsFunction(nn.Module):
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
         at_place = dict(zip(self.places, inputs, strict=False))
-        slots, *entries = inputs[len(at_place) :]
-        keys_and_values = zip(entries[::2], entries[1::2], strict=True)
+        rest = iter(inputs[len(at_place) :])
+        slots = next(rest)
+        paths = Paths()
+        if self._keeps_states:
+            paths = Paths.of_tensors(next(rest), {size: next(rest) for size in self._window_sizes})
         outputs: list[Tensor] = []
-        for call, taken, (keys, values) in zip(self._calls, self._takes, keys_and_values, strict=True):
+        results: list[Tensor] = []
+        for call, taken, parts in zip(self._calls, self._takes, self._parts, strict=True):
             tensors = iter([at_place[place] for place in taken])
-            cache = _LayerEntries(keys, values, slots)
-            args, kwargs = _exchanged((call.args[0], call.kwargs[0]), tensors, cache)
+            layer = _LayerInProgram(slots, paths, parts, rest)
+            args, kwargs = _exchanged((call.args[0], call.kwargs[0]), tensors, layer.as_cache())
             output = call.layer(*args, **kwargs)
             hidden = output[0] if isinstance(output, tuple) else output
             at_place[taken[0]] = hidden  # the next layer's
             outputs.append(hidden)
-        return outputs
+            results += layer.results()
+        return [*outputs, *results]
 
 
 def _plain_arguments(call: _LayerCall) -> list[tuple[str, str]]:
@@ -279,13 +352,33 @@ def _plain_arguments(call: _LayerCall) -> list[tuple[str, str]]:
     return [(name, repr(value)) for name, value in kwargs if not isinstance(value, (Tensor, tuple, Cache))]
 
 
-class _LayerEntries(Cache):
-    """Keys and values of one layer while it is exported."""
+class _LayerInProgram(StateLayer):
+    """What one layer keeps, while it is exported: the next tensors of ``inputs``."""
 
-    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor):
-        super().__init__(layers=[])
-        self.entries = keys, values
+    def __init__(
+        self, slots: Tensor, paths: Paths, parts: Sequence[CachePart], inputs: Iterator[Tensor]
+    ) -> None:
+        super().__init__(paths, sum(part.is_state for part in parts) // 2)
         self.slots = slots
+        self.entries: list[Tensor] = []
+        self._used = []
+        states = iter(self.states)
+        for part in parts:
+            tensors = [*itertools.islice(inputs, part.num_inputs)]
+            state = next(states) if part.is_state else None
+            if state is None:
+                self.entries = tensors
+            elif part.sizes:
+                state.take_inputs(tensors)
+                self._used.append(state)
+
+    def as_cache(self) -> Cache:
+        """A cache that has this layer at every place."""
+        return Cache(layers=[self] * MOST_LAYERS)
+
+    def results(self) -> list[Tensor]:
+        """The tensors that the states have made."""
+        return [tensor for state in self._used for tensor in state.results()]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Write this pass's keys and values (B, heads, N, width); all that there are."""
@@ -361,7 +454,8 @@ class _Stub(nn.Module):
     def __init__(self, call: _LayerCall):
         super().__init__()
         self._layer = (call.layer,)  # hidden, so that no weight counts as this module's own
-        self._is_tuple = isinstance(call.outputs[0], tuple)
+        is_tuple = isinstance(call.outputs[0], tuple)
+        self._others = (None,) * (len(call.outputs[0]) - 1) if is_tuple else None  # such as attention weights
         self.noted = threading.local()
         """``inputs`` and ``result`` of each thread: several may run an end that is not compiled."""
 
@@ -375,4 +469,4 @@ class _Stub(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.noted.inputs = tensors_in((args, kwargs))
         result = getattr(self.noted, "result", self.noted.inputs[0])
-        return (result,) if self._is_tuple else result
+        return result if self._others is None else (result, *self._others)

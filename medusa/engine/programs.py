@@ -32,7 +32,7 @@ from medusa.engine.packed_experts import RouterWeight
 from medusa.engine.views import JoinedLinear
 from medusa.files import check_trusted
 
-VERSION = 10
+VERSION = 11
 """Version of the compiled code: raise it with every change of a program's computation."""
 
 
@@ -248,6 +248,12 @@ def _compiled_in(exported: torch.export.ExportedProgram, directory: Path) -> Pat
             torch.ops.medusa.tree_attention.default: [
                 "AOTITorchError aoti_torch_cpu_tree_attention(AtenTensorHandle, AtenTensorHandle, "
                 "AtenTensorHandle, AtenTensorHandle, double, double, AtenTensorHandle*, AtenTensorHandle*)"
+            ],
+            torch.ops.medusa.matrix_rule.default: [
+                "AOTITorchError aoti_torch_cpu_matrix_rule(AtenTensorHandle, AtenTensorHandle, "
+                "AtenTensorHandle*, AtenTensorHandle*, AtenTensorHandle*, AtenTensorHandle*, "
+                "AtenTensorHandle*, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, "
+                "AtenTensorHandle*, AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle*)"
             ],
         },
     }

@@ -227,7 +227,7 @@ def test_the_trial_finds_no_fault_in_a_type_that_keeps_a_state(model_type):
 
 
 def test_the_trial_notices_a_state_that_keeps_what_was_rejected(monkeypatch):
-    monkeypatch.setattr(MatrixState, "commit", lambda state, path, num_kept, known: None)
+    monkeypatch.setattr(MatrixState, "commit", lambda state, kept, known: None)
     with pytest.raises(ValueError, match="gives a tree of draft tokens other logits than the same tokens"):
         check_tree_verification(stateful_model("bamba"))
 

@@ -38,7 +38,7 @@ void store_slice(float* to, const Slice& slice, int64_t width) {
   if (width < COLUMNS) std::memcpy(to, padded, width * sizeof(float));
 }
 
-// What tokens did, or do: K numbers of `key` and V of `written` for each head of each token.
+// What nodes did, or do: K numbers of `key` and V of `written` for each head of each node.
 struct Tokens {
   const float *decay, *key, *written;
   int64_t count;   // of a row
@@ -49,7 +49,9 @@ struct Rule {
   int64_t H, K, V;
   Tokens pending, nodes;
   const float *query, *beta;
-  const int64_t *num_pending, *parents;  // parents: of each row's nodes; none for a chain
+  const int64_t *path, *num_pending;  // path: the pending nodes of each row, `path_length` places for them
+  int64_t path_length;
+  const int64_t* parents;  // of each row's nodes; none for a chain
   int64_t parent_rows;
   float *state, *last, *outputs, *written;
 
@@ -100,7 +102,7 @@ struct Rule {
     }
     int64_t count = num_pending ? num_pending[row] : 0;
     for (int64_t p = 0; p < count; p++) {
-      int64_t token = (row * pending.count + p) * H + head;
+      int64_t token = (row * pending.count + path[row * path_length + p]) * H + head;
       apply(states, pending, token, slice_of(pending.written + token * V + column, width));
     }
     if (count) copy_out(own, states, width);
@@ -133,53 +135,65 @@ bool are_decays(const Tensor& decay, int64_t B, int64_t N, int64_t H, int64_t K)
          has_shape(decay, ScalarType::Float, {B, N, H, K});
 }
 
+bool are_parents_of_chains(const Tensor& parents) {
+  int64_t N = parents.size(1);
+  for (int64_t i = 0; i < parents.numel(); i++)
+    if (numbers<int64_t>(parents)[i] != std::max<int64_t>(i % N - 1, 0)) return false;
+  return true;
+}
+
 }  // namespace
 
-// state: (B, H, K, V) float32; the first `num_pending` (B,) updates of each row are applied to it, decay (B, P, H)
-// or (B, P, H, K), key (B, P, H, K), written (B, P, H, V). Then the nodes of a tree, `parents` (1 or B, N), or of a
-// chain without, read query (B, N, H, K) from copies of it. Returns outputs (B, N, H, V), what a delta rule with
-// `beta` (B, N, H) has written, and the state after a chain, where it is to be kept.
-std::vector<Tensor> matrix_rule(Tensor state, std::optional<Tensor> pending_decay,
-                                std::optional<Tensor> pending_key, std::optional<Tensor> pending_written,
-                                std::optional<Tensor> num_pending, Tensor query, Tensor key, Tensor value,
-                                Tensor decay, std::optional<Tensor> beta, std::optional<Tensor> parents,
-                                bool keeps_last) {
+// state: (B, H, K, V) float32. First the committed nodes of the last pass change it: decay (B, P, H) or (B, P, H, K),
+// key (B, P, H, K) and written (B, P, H, V) of all, of which each row has `num_kept` (B,), `path` (B, L). Then the
+// nodes of a tree, `parents` (1 or B, N), read query (B, N, H, K) from copies of it. The state after a chain is
+// written to `last`, unless that is `state` itself. Returns outputs (B, N, H, V), and what a delta rule with `beta`
+// (B, N, H) has written.
+std::tuple<Tensor, Tensor> matrix_rule(Tensor state, Tensor last, std::optional<Tensor> old_decay,
+                                       std::optional<Tensor> old_key, std::optional<Tensor> old_written,
+                                       std::optional<Tensor> path, std::optional<Tensor> num_kept, Tensor query,
+                                       Tensor key, Tensor value, Tensor decay, std::optional<Tensor> beta,
+                                       const Tensor& parents) {
   STD_TORCH_CHECK(state.dim() == 4 && value.dim() == 4, "state must be (B, H, K, V), value (B, N, H, V)");
   int64_t B = state.size(0), H = state.size(1), K = state.size(2), V = state.size(3), N = value.size(1);
   query = as_contiguous(query), key = as_contiguous(key), value = as_contiguous(value);
   decay = as_contiguous(decay);
   if (beta) beta = as_contiguous(*beta);
   auto FLOAT = ScalarType::Float;
-  STD_TORCH_CHECK(has_shape(state, FLOAT, {B, H, K, V}), "state must be contiguous float32");
+  STD_TORCH_CHECK(has_shape(state, FLOAT, {B, H, K, V}) && has_shape(last, FLOAT, {B, H, K, V}),
+                  "state and last must be contiguous float32, of one shape");
   bool fits = has_shape(query, FLOAT, {B, N, H, K}) && has_shape(key, FLOAT, {B, N, H, K}) &&
               has_shape(value, FLOAT, {B, N, H, V}) && are_decays(decay, B, N, H, K) &&
               has_shape_if_given(beta, FLOAT, {B, N, H});
   STD_TORCH_CHECK(fits, "query and key must be (B, N, H, K), value (B, N, H, V), decay (B, N, H) or (B, N, H, K) "
                         "and beta (B, N, H), all float32");
-  int64_t P = pending_key ? pending_key->size(1) : 0;
+  int64_t P = old_key ? old_key->size(1) : 0, L = path ? path->size(1) : 0;
   if (P) {
-    bool pending_fits = pending_decay && pending_written && num_pending &&
-                        are_decays(*pending_decay, B, P, H, K) && has_shape(*pending_key, FLOAT, {B, P, H, K}) &&
-                        has_shape(*pending_written, FLOAT, {B, P, H, V}) && are_indices(*num_pending, {B}, 0, P + 1);
-    STD_TORCH_CHECK(pending_fits, "pending updates must have the shapes of nodes, and at most P in a row");
+    old_decay = as_contiguous(*old_decay), old_key = as_contiguous(*old_key);
+    old_written = as_contiguous(*old_written), path = as_contiguous(*path);
+    bool old_fits = are_decays(*old_decay, B, P, H, K) && has_shape(*old_key, FLOAT, {B, P, H, K}) &&
+                    has_shape(*old_written, FLOAT, {B, P, H, V}) && are_indices(*path, {B, L}, 0, P) &&
+                    are_indices(*num_kept, {B}, 0, L + 1);
+    STD_TORCH_CHECK(old_fits, "the last pass must have the shapes of this one, and its path must name its nodes");
   }
-  int64_t parent_rows = parents ? parents->size(0) : 1;
-  if (parents) {
-    STD_TORCH_CHECK(are_indices(*parents, {ANY, N}, 0, N) && (parent_rows == 1 || parent_rows == B),
-                    "parents must be nodes, (1 or B, N) long");
-    for (int64_t i = 0; i < parents->numel(); i++)
-      STD_TORCH_CHECK(i % N == 0 || numbers<int64_t>(*parents)[i] < i % N, "parents come before their children");
-  }
+  int64_t parent_rows = parents.size(0);
+  STD_TORCH_CHECK(are_indices(parents, {ANY, N}, 0, N) && (parent_rows == 1 || parent_rows == B),
+                  "parents must be nodes, (1 or B, N) long");
+  bool is_chain = are_parents_of_chains(parents);
+  for (int64_t i = 0; !is_chain && i < parents.numel(); i++)
+    STD_TORCH_CHECK(i % N == 0 || numbers<int64_t>(parents)[i] < i % N, "parents come before their children");
+  bool keeps_last = numbers<float>(last) != numbers<float>(state);
+  STD_TORCH_CHECK(is_chain || !keeps_last, "only a chain has a last node");
   Tensor outputs = new_tensor({B, N, H, V}, FLOAT);
-  Tensor written = beta ? new_tensor({B, N, H, V}, FLOAT) : value;
-  Tensor last = keeps_last && !parents ? new_tensor({B, H, K, V}, FLOAT) : new_tensor({0}, FLOAT);
+  Tensor written = new_tensor({beta ? B : 0, N, H, V}, FLOAT);
   Rule rule = {H, K, V,
-               {numbers<float>(pending_decay), numbers<float>(pending_key), numbers<float>(pending_written), P,
-                P && pending_decay->dim() == 4 ? K : 1},
+               {numbers<float>(old_decay), numbers<float>(old_key), numbers<float>(old_written), P,
+                P && old_decay->dim() == 4 ? K : 1},
                {numbers<float>(decay), numbers<float>(key), numbers<float>(value), N, decay.dim() == 4 ? K : 1},
                numbers<float>(query), numbers<float>(beta),
-               P ? numbers<int64_t>(num_pending) : nullptr, numbers<int64_t>(parents), parent_rows,
-               numbers<float>(state), last.numel() ? numbers<float>(last) : nullptr,
+               numbers<int64_t>(path), P ? numbers<int64_t>(num_kept) : nullptr, L,
+               is_chain ? nullptr : numbers<int64_t>(parents), parent_rows,
+               numbers<float>(state), keeps_last ? numbers<float>(last) : nullptr,
                numbers<float>(outputs), numbers<float>(written)};
   int64_t slices = (V + COLUMNS - 1) / COLUMNS;
   parallel_for(B * H * slices, 1, [&](int64_t begin, int64_t end) {
@@ -188,7 +202,7 @@ std::vector<Tensor> matrix_rule(Tensor state, std::optional<Tensor> pending_deca
       rule.run(i / slices / H, i / slices % H, column, std::min(COLUMNS, V - column));
     }
   });
-  return {outputs, written, last};
+  return {outputs, written};
 }
 
 }  // namespace medusa

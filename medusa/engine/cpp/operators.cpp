@@ -33,6 +33,14 @@ Tensor tree_attention_in_eager_pass(const Tensor& query, const Tensor& key, cons
   in_compiled_pass(false);
   return tree_attention(query, key, value, seen, scale, cap, sinks);
 }
+std::tuple<Tensor, Tensor> matrix_rule_in_eager_pass(
+    Tensor state, Tensor last, std::optional<Tensor> old_decay, std::optional<Tensor> old_key,
+    std::optional<Tensor> old_written, std::optional<Tensor> path, std::optional<Tensor> num_kept, Tensor query,
+    Tensor key, Tensor value, Tensor decay, std::optional<Tensor> beta, Tensor parents) {
+  in_compiled_pass(false);
+  return matrix_rule(state, last, old_decay, old_key, old_written, path, num_kept, query, key, value, decay,
+                     beta, parents);
+}
 
 }  // namespace
 }  // namespace medusa
@@ -67,9 +75,9 @@ STABLE_TORCH_LIBRARY(medusa, m) {
       " int? window) -> Tensor");
   // layers that keep a state
   m.def(
-      "matrix_rule(Tensor(a!) state, Tensor? pending_decay, Tensor? pending_key, Tensor? pending_written,"
-      " Tensor? num_pending, Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta,"
-      " Tensor? parents, bool keeps_last) -> Tensor[]");
+      "matrix_rule(Tensor(a!) state, Tensor(b!) last, Tensor? old_decay, Tensor? old_key, Tensor? old_written,"
+      " Tensor? path, Tensor? num_kept, Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta,"
+      " Tensor parents) -> (Tensor, Tensor)");
   // drafts
   m.def("remember(Tensor(a!) ring, Tensor(b!) latest, int total, Tensor text) -> int");
   m.def(
@@ -109,7 +117,7 @@ STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
   m.impl("is_in_whole_numbers", TORCH_BOX(&medusa::is_in_whole_numbers));
   m.impl("tree_attention", TORCH_BOX(&medusa::tree_attention_in_eager_pass));
   m.impl("seen_slots", TORCH_BOX(&medusa::seen_slots));
-  m.impl("matrix_rule", TORCH_BOX(&medusa::matrix_rule));
+  m.impl("matrix_rule", TORCH_BOX(&medusa::matrix_rule_in_eager_pass));
   m.impl("remember", TORCH_BOX(&medusa::remember));
   m.impl("continuations", TORCH_BOX(&medusa::continuations));
   m.impl("grow", TORCH_BOX(&medusa::grow));
@@ -142,15 +150,19 @@ std::optional<Tensor> borrowed(AtenTensorHandle* given) {
   return given ? std::optional(borrowed(*given)) : std::nullopt;
 }
 
-// What `compute` returns, in a compiled pass; an exception must not leave a function of C.
-template <typename Compute> AOTITorchError handed_out(AtenTensorHandle* to, Compute compute) {
+// Runs `hand_out` in a compiled pass; an exception must not leave a function of C.
+template <typename HandOut> AOTITorchError in_c(HandOut hand_out) {
   in_compiled_pass(true);
   try {
-    return aoti_torch_new_tensor_handle(compute().get(), to);
+    return hand_out();
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return AOTI_TORCH_FAILURE;
   }
+}
+
+template <typename Compute> AOTITorchError handed_out(AtenTensorHandle* to, Compute compute) {
+  return in_c([&] { return aoti_torch_new_tensor_handle(compute().get(), to); });
 }
 
 }  // namespace
@@ -190,6 +202,23 @@ AOTITorchError aoti_torch_cpu_quantised_rows(AtenTensorHandle rows, AtenTensorHa
   using medusa::borrowed;
   return medusa::handed_out(
       to, [&] { return medusa::quantised_rows(borrowed(rows), borrowed(ids), type, width); });
+}
+AOTITorchError aoti_torch_cpu_matrix_rule(AtenTensorHandle state, AtenTensorHandle last,
+                                          AtenTensorHandle* old_decay, AtenTensorHandle* old_key,
+                                          AtenTensorHandle* old_written, AtenTensorHandle* path,
+                                          AtenTensorHandle* num_kept, AtenTensorHandle query, AtenTensorHandle key,
+                                          AtenTensorHandle value, AtenTensorHandle decay, AtenTensorHandle* beta,
+                                          AtenTensorHandle parents, AtenTensorHandle* outputs,
+                                          AtenTensorHandle* written) {
+  using medusa::borrowed;
+  return medusa::in_c([&] {
+    auto [given_outputs, given_written] = medusa::matrix_rule(
+        borrowed(state), borrowed(last), borrowed(old_decay), borrowed(old_key), borrowed(old_written),
+        borrowed(path), borrowed(num_kept), borrowed(query), borrowed(key), borrowed(value), borrowed(decay),
+        borrowed(beta), borrowed(parents));
+    aoti_torch_new_tensor_handle(given_outputs.get(), outputs);
+    return aoti_torch_new_tensor_handle(given_written.get(), written);
+  });
 }
 }  // extern "C"
 #pragma GCC visibility pop

@@ -46,11 +46,11 @@ Tensor tree_attention(const Tensor& query, const Tensor& key, const Tensor& valu
 Tensor seen_slots(const Tensor& lengths, Tensor depths, Tensor ancestors, int64_t first, int64_t end,
                   bool by_range, std::optional<int64_t> window);
 // matrix_states.cpp
-std::vector<Tensor> matrix_rule(Tensor state, std::optional<Tensor> pending_decay,
-                                std::optional<Tensor> pending_key, std::optional<Tensor> pending_written,
-                                std::optional<Tensor> num_pending, Tensor query, Tensor key, Tensor value,
-                                Tensor decay, std::optional<Tensor> beta, std::optional<Tensor> parents,
-                                bool keeps_last);
+std::tuple<Tensor, Tensor> matrix_rule(Tensor state, Tensor last, std::optional<Tensor> old_decay,
+                                       std::optional<Tensor> old_key, std::optional<Tensor> old_written,
+                                       std::optional<Tensor> path, std::optional<Tensor> num_kept, Tensor query,
+                                       Tensor key, Tensor value, Tensor decay, std::optional<Tensor> beta,
+                                       const Tensor& parents);
 // dynamic_trees.cpp
 std::tuple<std::vector<Tensor>, bool> grow(
     Tensor logits, std::optional<Tensor> sharpness, std::optional<Tensor> noise,
