@@ -7,11 +7,13 @@
 A random model has the speed and the memory of a trained one. Every contender runs in a process of its own, so
 that its peak of memory is its own, and all take turns, round after round; what is printed are medians. The
 tokens of an answer are greedy, after 64 tokens of prompt. "predicted" knows the right answer beforehand, so
-that its steps accept as many guesses as those of very good heads would. llama.cpp takes part where it is
+that its steps accept as many guesses as those of very good heads would; "wrong" verifies three guesses in
+each step, none of which is right, and "of four rows" decodes as many texts at once. llama.cpp takes part where it is
 installed (`pip install '.[llama-cpp]'`); compiled for this processor, as pip does it from source
 (`--no-binary llama-cpp-python`), it is at its best. The last line is one JSON object.
 
     python scripts/sizes.py --shapes 30B-A3B 20B-A4B   # mixtures, only as quantised files of 18 and 12 GB
+    python scripts/sizes.py --shapes Qwen3.5-4B        # hybrids, whose layers keep states, as quantised files
     python scripts/sizes.py --files MODEL.gguf # quantised files: these, or of a shape Q4_K_M.gguf
     python scripts/sizes.py --shapes 1B --contenders "file Q4_K_M" "llama-bench Q4_K_M" --llama-bench PATH
 
@@ -44,6 +46,7 @@ from medusa.assets import base_named
 from medusa.base.causal_lm import cache_argument
 from medusa.base.gguf_file import GGUFFile
 from medusa.console import log_console
+from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
 from medusa.engine.kernels import PackedMatmul
 from medusa.engine.loading import load_for_engine
 from medusa.engine.packed_experts import PackedExperts
@@ -51,14 +54,17 @@ from medusa.engine.views import packed_bytes
 from medusa.files import replaced_file
 from medusa.measurement.llama_cpp import LlamaCpp, llama_bench, llama_cpp_unsupported_reason
 from medusa.measurement.random_shapes import (
+    HYBRIDS,
     MIXTURES,
     SHAPES,
     VOCABULARY,
     write_gguf,
+    write_hybrid,
     write_mixture,
     write_shape,
 )
 from medusa.measurement.report import end_with_json
+from medusa.trees.candidate_tree import TreeTopology
 
 OURS = ("packed", "int8")
 THEIRS = ("transformers bfloat16", "llama.cpp BF16", "llama.cpp Q8_0")
@@ -66,6 +72,8 @@ READERS = ("file", "llama.cpp", "llama-bench", "openvino")
 """What reads GGUF files."""
 OF_FILES = tuple(f"{reader} {kind}" for kind in ("Q4_K_M", "Q8_0", "MXFP4") for reader in READERS)
 """Those that read a quantised file of a shape."""
+ONLY_FILES: dict[str, Any] = {**MIXTURES, **HYBRIDS}
+"""Shapes of which there are only quantised files."""
 ROUNDS = {"1B": 2, "3B": 1, "8B": 1}
 """Turns of every contender, unless told otherwise; the larger the shape, the longer and steadier is each."""
 SHORT, LONG, NEW_TOKENS = 64, 2000, 24
@@ -130,7 +138,35 @@ def _of_ours(engine: Any, directory: Path, prompts: dict[int, Tensor], began: fl
     times = _times(lambda: (len(step.tokens[0]) for step in model.stream(prompts[SHORT], **predicted)))
     found["predicted_ms_per_token"] = times["ms_per_token"]
     found["first_2000_ms"] = _first_ms(lambda: model.stream(prompts[LONG], **{**plain, "max_new_tokens": 1}))
+    wrong = WrongGuesses(torch.tensor(told), SHORT)
+    times = _times(lambda: (None for _ in model.stream(prompts[SHORT], **greedy, drafter=wrong)))
+    found["wrong_ms_per_token"] = times["ms_per_token"]
+    rows = prompts[SHORT].expand(4, -1)
+    times = _times(lambda: (None for _ in model.stream(rows, **plain)))
+    found["of_four_rows_ms_per_token"] = times["ms_per_token"] / len(rows)
     return found | {"products_ms": _products_ms(model.engine_base)}
+
+
+class WrongGuesses(StatelessDrafter):
+    """Three guesses after the text, all of them wrong: what the base will write is known.
+
+    Args:
+        answer: (T,) long, after a prompt of ``num_before`` tokens.
+    """
+
+    max_depth = 3
+
+    def __init__(self, answer: Tensor, num_before: int):
+        self._wrong = torch.where(answer > 0, answer - 1, 1)
+        self._num_before = num_before
+
+    def draft(self, context: DraftContext) -> Draft:
+        """A chain of three."""
+        at = int(context.lengths[0]) - self._num_before
+        guesses = self._wrong[at : at + 3]
+        guesses = torch.cat([guesses, guesses.new_zeros(3 - len(guesses))])
+        tokens = torch.cat([context.root[:, None], guesses[None]], dim=1)
+        return Draft(tokens, TreeTopology.chain(4, tokens.device, is_draft=True))
 
 
 def _products_ms(runner: Any) -> dict[str, float]:
@@ -241,13 +277,14 @@ def apart(contender: str, directory: Path, *flags: str) -> Any:
 def prepare(shape: str, directory: Path, contenders: list[str], tokenizer: Path) -> None:
     """Have the files of a shape on disk, and the steps compiled: what is there is left as it is."""
     log = log_console()
-    if shape in MIXTURES:
+    if shape in ONLY_FILES:
         directory.mkdir(parents=True, exist_ok=True)
+        write = write_mixture if shape in MIXTURES else write_hybrid
         for target in {_file_of(each, directory) for each in contenders}:
             if not target.exists():
                 log.print(f"writing {target}")
                 with replaced_file(target) as partial:
-                    write_mixture(shape, partial)
+                    write(shape, partial)
     elif (directory.is_dir() and not (directory / "config.json").exists()) or not directory.exists():
         log.print(f"writing {directory}")
         write_shape(shape, directory, tokenizer)
@@ -264,9 +301,9 @@ def prepare(shape: str, directory: Path, contenders: list[str], tokenizer: Path)
 
 def _contenders(shape: str, options: argparse.Namespace) -> list[str]:
     """Those of the wanted ones that can read a shape, or one of ``--files``, and that are installed."""
-    if shape in MIXTURES:
-        able = [each for each in OF_FILES if each.endswith(MIXTURES[shape].kind)]
-        default = able = [each for each in able if not each.startswith("openvino")]  # it reads no mixtures
+    if shape in ONLY_FILES:
+        able = [each for each in OF_FILES if each.endswith(ONLY_FILES[shape].kind)]
+        default = able = [each for each in able if not each.startswith("openvino")]  # it reads none of these
     elif options.files:
         able, default = list(OF_FILES), ["file Q4_K_M"]
     else:
@@ -295,7 +332,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--shapes", nargs="+", choices=[*SHAPES, *MIXTURES], default=["1B", "8B"], help="which ones"
+        "--shapes", nargs="+", choices=[*SHAPES, *ONLY_FILES], default=["1B", "8B"], help="which ones"
     )
     parser.add_argument(
         "--rounds", type=int, help="turns of every contender, by default 2 of 1B, 1 of others"

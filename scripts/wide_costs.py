@@ -3,7 +3,6 @@
     python scripts/wide_costs.py sampling     # top-p over 152,000 tokens, plain and with 16 nodes
     python scripts/wide_costs.py prompt       # memory of a prompt of 32,768 tokens at the width of 8B
     python scripts/wide_costs.py vocabulary   # 262,144 tokens: drafting, training, stored states
-    python scripts/wide_costs.py recurrent    # a base that keeps a state: tokens that are read again
 
 Nothing is loaded from files. The last line is one JSON object.
 """
@@ -20,27 +19,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import (
-    Lfm2Config,
-    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
 )
 
 from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.console import log_console
-from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
 from medusa.engine.loading import packed_in_place
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.measurement.report import end_with_json
 from medusa.training.data.dataset import Documents
 from medusa.training.losses import TeacherRows
 from medusa.training.states.format import SHARD_BYTES, StatesDirectory
-from medusa.trees.candidate_tree import TreeTopology
 
 WIDTHS: dict[str, dict[str, Any]] = {
     "Qwen2.5 0.5B": {
@@ -228,120 +219,7 @@ def stored_states(num_layers: int) -> dict[str, float]:
     return {"written": 1000 * megabytes / writing, "read": 1000 * megabytes / reading}
 
 
-# ------------------------------------------------------------------ a base that keeps a state
-
-
-def lfm2_350m() -> PreTrainedModel:
-    """Short convolutions beside attention."""
-    kinds = ["conv", "conv", "full_attention"] * 3 + ["conv", "full_attention"] * 3 + ["conv"]
-    sizes = {
-        "hidden_size": 1024,
-        "intermediate_size": 6656,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-    }
-    config = Lfm2Config(
-        **sizes,
-        num_hidden_layers=16,
-        vocab_size=65_536,
-        layer_types=kinds,
-        eos_token_id=None,
-        tie_word_embeddings=False,
-    )
-    return Lfm2ForCausalLM(config)
-
-
-def qwen3_5_800m() -> PreTrainedModel:
-    """Three gated delta nets to one attention."""
-    config = Qwen3_5TextConfig(
-        hidden_size=1024,
-        intermediate_size=3584,
-        num_hidden_layers=24,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=256,
-        linear_num_key_heads=16,
-        linear_num_value_heads=16,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        vocab_size=248_320,
-        eos_token_id=None,
-        tie_word_embeddings=True,
-    )
-    return Qwen3_5ForCausalLM(config)
-
-
-HYBRIDS = {"LFM2 350M": lfm2_350m, "Qwen3.5 0.8B": qwen3_5_800m}
-"""Random models, by the shape that they have."""
-PROMPT_TOKENS = 1024
-
-
-def recurrent() -> dict[str, Any]:
-    """Costs of bases that keep a state, by their shape."""
-    return {name: costs_of(make) for name, make in HYBRIDS.items()}
-
-
-def costs_of(make: Callable[[], PreTrainedModel]) -> dict[str, Any]:
-    """Milliseconds per token of a random model: plain, with drafts that are right or wrong, of four rows
-    together, and of a prompt."""
-    torch.manual_seed(0)
-    base = make().bfloat16().float().eval().requires_grad_(False)
-    model = MedusaModel(base, engine="packed")
-    ids = torch.randint(0, 65_536, (4, 64), generator=torch.Generator().manual_seed(1))
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 64, "return_dict_in_generate": True}
-    plain: Any = model.generate(ids[:1], **options, drafter="plain")
-    answer = plain.sequences[0, ids.shape[1] :]
-    calls: dict[str, dict[str, Any]] = {"plain": {"drafter": "plain"}}
-    calls["all drafts right"] = {"prediction": answer.clone()}
-    for every in (8, 4):
-        prediction = answer.clone()
-        prediction[every - 1 :: every] += 1
-        calls[f"every {every}th draft wrong"] = {"prediction": prediction}
-    calls["all drafts wrong"] = {"drafter": WrongGuesses(answer, ids.shape[1])}
-    found: dict[str, Any] = {}
-    for name, call in calls.items():
-        model.generate(ids[:1], **options, **call)  # what is made at first use
-        output: Any = model.generate(ids[:1], **options, **call)
-        assert output.sequences.equal(plain.sequences), "drafts change no token"
-        found[name] = {
-            "ms_per_token": 1000 * output.statistics.decode_seconds / (len(answer) - 1),
-            "tokens_per_step": output.statistics.tokens_per_step,
-        }
-    output = model.generate(ids, **options, drafter="plain")
-    assert output.sequences[:1].equal(plain.sequences), "rows change no token"
-    num_tokens = len(ids) * (len(answer) - 1)
-    found["four rows, plain"] = {
-        "ms_per_token": 1000 * output.statistics.decode_seconds / num_tokens,
-        "tokens_per_step": 1.0,
-    }
-    prompt = torch.randint(0, 65_536, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(2))
-    began = time.perf_counter()
-    model.generate(prompt, max_new_tokens=1, do_sample=False, drafter="plain")
-    found[f"a prompt of {PROMPT_TOKENS} tokens"] = {
-        "ms_per_token": 1000 * (time.perf_counter() - began) / PROMPT_TOKENS,
-        "tokens_per_step": None,
-    }
-    return found
-
-
-class WrongGuesses(StatelessDrafter):
-    """Three guesses after the text, all of them wrong: what the base will write is known."""
-
-    max_depth = 3
-
-    def __init__(self, answer: Tensor, num_before: int):
-        self._wrong = answer + 1
-        self._num_before = num_before
-
-    def draft(self, context: DraftContext) -> Draft:
-        at = int(context.lengths[0]) - self._num_before
-        guesses = self._wrong[at : at + 3]
-        guesses = torch.cat([guesses, guesses.new_zeros(3 - len(guesses))])
-        tokens = torch.cat([context.root[:, None], guesses[None]], dim=1)
-        return Draft(tokens, TreeTopology.chain(4, tokens.device, is_draft=True))
-
-
-COSTS = {"recurrent": recurrent, "sampling": sampling, "prompt": prompt, "vocabulary": vocabulary}
+COSTS = {"sampling": sampling, "prompt": prompt, "vocabulary": vocabulary}
 
 
 @torch.no_grad()

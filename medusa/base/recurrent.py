@@ -216,7 +216,12 @@ class RowStates:
     def program_inputs(self) -> list[Tensor]:
         """The tensors that a compiled pass takes (:meth:`take_inputs`); all have been made (:meth:`fill`)."""
         assert self._before is not None and self._kept is not None
-        return [self._before, *(each.contiguous() for each in self._nodes), self._kept.path, self._kept.counts]
+        return [
+            self._before,
+            *(each.contiguous() for each in self._nodes),
+            self._kept.path,
+            self._kept.counts,
+        ]
 
     def take_inputs(self, tensors: Sequence[Tensor]) -> None:
         """Stand for the state with these :meth:`program_inputs`."""

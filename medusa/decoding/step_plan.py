@@ -50,6 +50,7 @@ from medusa.engine.views import packed_as
 from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
 from medusa.options import StepKind
 
+
 @dataclass(frozen=True)
 class StepPlan:
     """How the steps of one request, or of a batch, are run."""

@@ -1,6 +1,7 @@
 """Random models of known shapes: they take the time and the memory of trained ones.
 
-A dense shape is a directory in bfloat16, or a GGUF file that is written from one; a mixture is a GGUF file.
+A dense shape is a directory in bfloat16, or a GGUF file that is written from one; a mixture of experts and a
+hybrid, whose layers keep states, are GGUF files.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ def _type_of(name: str, shape: list[int], kind: str) -> Any:
     return gguf.GGMLQuantizationType.Q6_K if is_finer else gguf.GGMLQuantizationType.Q4_K
 
 
-SCALES = {"Q6_K": [208], "Q4_K": [0, 2], "Q8_0": [0]}
+SCALES = {"Q6_K": [208], "Q5_K": [0, 2], "Q4_K": [0, 2], "Q8_0": [0]}
 """Where a block has its float16 numbers."""
 
 
@@ -230,45 +231,30 @@ def write_mixture(name: str, target: Path) -> None:
     import gguf
 
     mixture = MIXTURES[name]
-    writer = gguf.GGUFWriter(target, mixture.architecture)
-    writer.add_block_count(mixture.num_layers)
-    writer.add_context_length(8192)
-    writer.add_embedding_length(mixture.hidden)
-    writer.add_feed_forward_length(mixture.expert_width)
-    writer.add_expert_feed_forward_length(mixture.expert_width)
-    writer.add_expert_count(mixture.num_experts)
-    writer.add_expert_used_count(mixture.num_chosen)
-    writer.add_head_count(mixture.num_heads)
-    writer.add_head_count_kv(mixture.num_key_value_heads)
-    writer.add_key_length(mixture.head_dim)
-    writer.add_value_length(mixture.head_dim)
-    writer.add_rope_freq_base(1000000.0)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_vocab_size(mixture.vocab_size)
-    writer.add_tokenizer_model("none")
+    keys = {
+        "block_count": mixture.num_layers,
+        "context_length": 8192,
+        "embedding_length": mixture.hidden,
+        "feed_forward_length": mixture.expert_width,
+        "expert_feed_forward_length": mixture.expert_width,
+        "expert_count": mixture.num_experts,
+        "expert_used_count": mixture.num_chosen,
+        "attention.head_count": mixture.num_heads,
+        "attention.head_count_kv": mixture.num_key_value_heads,
+        "attention.key_length": mixture.head_dim,
+        "attention.value_length": mixture.head_dim,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 1000000.0,
+        "vocab_size": mixture.vocab_size,
+    }
     if mixture.is_gpt_oss:
-        writer.add_sliding_window(128)
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(32.0)
-        writer.add_rope_scaling_orig_ctx_len(4096)
-    tensors = _tensors_of_mixture(mixture)
-    for tensor, (shape, kind) in tensors.items():
-        writer.add_tensor_info(tensor, *_info(shape, kind))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    blocks: dict[Any, np.ndarray] = {}
-    rng = np.random.default_rng(0)
-    for tensor, (shape, kind) in tensors.items():
-        if kind == gguf.GGMLQuantizationType.F32:
-            is_norm = tensor.endswith("norm.weight")
-            values = np.ones(shape) if is_norm else STD * rng.standard_normal(shape)
-            writer.write_tensor_data(values.astype(np.float32))
-            continue
-        if (*shape, kind) not in blocks:
-            blocks[*shape, kind] = _random_blocks(shape, kind, len(blocks))
-        writer.write_tensor_data(blocks[*shape, kind])
-    writer.close()
+        keys |= {
+            "attention.sliding_window": 128,
+            "rope.scaling.type": gguf.RopeScalingType.YARN.value,
+            "rope.scaling.factor": 32.0,
+            "rope.scaling.original_context_length": 4096,
+        }
+    _write_file(target, mixture.architecture, keys, _tensors_of_mixture(mixture))
 
 
 def _tensors_of_mixture(mixture: Mixture) -> dict[str, tuple[list[int], Any]]:
@@ -323,7 +309,232 @@ def _tensors_of_mixture(mixture: Mixture) -> dict[str, tuple[list[int], Any]]:
     return tensors
 
 
+# ------------------------------------------------------------------ hybrids
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """The shape of a model whose layers keep states, in Q4_K_M."""
+
+    architecture: str
+    num_layers: int
+    hidden: int
+    inner: int
+    """The width of the layers' feed-forward part."""
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    attention: tuple[int, ...]
+    """The layers with attention; the others keep states."""
+    keys: dict[str, Any]
+    """What its file says of the states."""
+
+    kind = "Q4_K_M"
+
+
+def _qwen35(
+    num_layers: int, hidden: int, inner: int, heads: tuple[int, int], state_heads: tuple[int, int]
+) -> Hybrid:
+    """Three gated delta nets to one attention, and a layer for multi-token prediction behind all; ``heads``
+    are those of queries and of keys, ``state_heads`` those of keys and of values."""
+    keys = {
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": 128,
+        "ssm.group_count": state_heads[0],
+        "ssm.time_step_rank": state_heads[1],
+        "ssm.inner_size": 128 * state_heads[1],
+        "full_attention_interval": 4,
+        "rope.dimension_count": 64,
+        "rope.dimension_sections": [11, 11, 10, 0],
+        "rope.freq_base": 10000000.0,
+        "nextn_predict_layers": 1,
+    }
+    attention = (*range(3, num_layers, 4), num_layers)
+    return Hybrid("qwen35", num_layers + 1, hidden, inner, *heads, 256, 248320, attention, keys)
+
+
+HYBRIDS = {
+    "Qwen3.5-0.8B": _qwen35(24, 1024, 3584, (8, 2), (16, 16)),
+    "Qwen3.5-4B": _qwen35(32, 2560, 9216, (16, 4), (16, 32)),
+    "LFM2.5-1.2B": Hybrid(
+        *("lfm2", 16, 2048, 8192, 32, 8, 64, 65536, (2, 5, 8, 10, 12, 14)),
+        {"shortconv.l_cache": 3, "rope.freq_base": 1000000.0},
+    ),
+    "Granite-4-H-1B": Hybrid(
+        *("granitehybrid", 40, 1536, 4096, 12, 4, 128, 100352, (5, 15, 25, 35)),
+        {
+            "ssm.conv_kernel": 4,
+            "ssm.state_size": 128,
+            "ssm.group_count": 1,
+            "ssm.inner_size": 3072,
+            "ssm.time_step_rank": 48,
+            "expert_shared_feed_forward_length": 4096,
+            "expert_count": 0,
+            "expert_used_count": 0,
+            "embedding_scale": 12.0,
+            "attention.scale": 0.0078125,
+            "residual_scale": 0.22,
+            "logit_scale": 6.0,
+            "rope.scaling.finetuned": False,
+            "rope.freq_base": 10000.0,
+        },
+    ),
+}
+"""Shapes of what laptops run in 2026."""
+
+
+def write_hybrid(name: str, target: Path) -> None:
+    """A hybrid of :data:`HYBRIDS` as a GGUF file without a tokenizer; matrices as in :func:`write_mixture`."""
+    hybrid = HYBRIDS[name]
+    of_layers = [
+        hybrid.num_key_value_heads if layer in hybrid.attention else 0 for layer in range(hybrid.num_layers)
+    ]
+    keys = {
+        "block_count": hybrid.num_layers,
+        "context_length": 8192,
+        "embedding_length": hybrid.hidden,
+        "feed_forward_length": hybrid.inner,
+        "attention.head_count": hybrid.num_heads,
+        "attention.head_count_kv": hybrid.num_key_value_heads
+        if hybrid.architecture == "qwen35"
+        else of_layers,
+        "attention.key_length": hybrid.head_dim,
+        "attention.value_length": hybrid.head_dim,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.dimension_count": hybrid.head_dim,
+        "vocab_size": hybrid.vocab_size,
+        **hybrid.keys,
+    }
+    _write_file(target, hybrid.architecture, keys, _tensors_of_hybrid(hybrid))
+
+
+def _tensors_of_hybrid(hybrid: Hybrid) -> dict[str, tuple[list[int], Any]]:
+    """The shapes and types of its tensors, by name."""
+    from gguf import GGMLQuantizationType as Type
+
+    hidden, inner = hybrid.hidden, hybrid.inner
+    is_qwen = hybrid.architecture == "qwen35"
+    last_norm = "token_embd_norm.weight" if hybrid.architecture == "lfm2" else "output_norm.weight"
+    tensors: dict[str, tuple[list[int], Any]] = {
+        "token_embd.weight": ([hybrid.vocab_size, hidden], Type.Q6_K),
+        last_norm: ([hidden], Type.F32),
+    }
+    for layer in range(hybrid.num_layers):
+        finer = Type.Q6_K if layer % 2 == 0 else Type.Q4_K
+        of_layer: dict[str, tuple[list[int], Any]] = {
+            "attn_norm.weight": ([hidden], Type.F32),
+            f"{'post_attention' if is_qwen else 'ffn'}_norm.weight": ([hidden], Type.F32),
+            "ffn_gate.weight": ([inner, hidden], Type.Q4_K),
+            "ffn_up.weight": ([inner, hidden], Type.Q4_K),
+            "ffn_down.weight": ([hidden, inner], finer),
+        }
+        if layer in hybrid.attention:
+            of_layer |= _attention_of_hybrid(hybrid, finer)
+        else:
+            of_layer |= _state_of_hybrid(hybrid)
+        if "nextn_predict_layers" in hybrid.keys and layer == hybrid.num_layers - 1:
+            of_layer["nextn.eh_proj.weight"] = ([hidden, 2 * hidden], Type.Q4_K)
+            norms = ("enorm", "hnorm", "shared_head_norm")
+            of_layer |= {f"nextn.{norm}.weight": ([hidden], Type.F32) for norm in norms}
+        tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in of_layer.items()}
+    return tensors
+
+
+def _attention_of_hybrid(hybrid: Hybrid, finer: Any) -> dict[str, tuple[list[int], Any]]:
+    from gguf import GGMLQuantizationType as Type
+
+    hidden = hybrid.hidden
+    queries = hybrid.num_heads * hybrid.head_dim
+    keys = hybrid.num_key_value_heads * hybrid.head_dim
+    is_gated = hybrid.architecture == "qwen35"
+    tensors: dict[str, tuple[list[int], Any]] = {
+        "attn_q.weight": ([2 * queries if is_gated else queries, hidden], Type.Q4_K),
+        "attn_k.weight": ([keys, hidden], Type.Q4_K),
+        "attn_v.weight": ([keys, hidden], finer),
+        "attn_output.weight": ([hidden, queries], Type.Q4_K),
+    }
+    if hybrid.architecture != "granitehybrid":
+        norms = ("attn_q_norm.weight", "attn_k_norm.weight")
+        tensors |= {norm: ([hybrid.head_dim], Type.F32) for norm in norms}
+    return tensors
+
+
+def _state_of_hybrid(hybrid: Hybrid) -> dict[str, tuple[list[int], Any]]:
+    from gguf import GGMLQuantizationType as Type
+
+    hidden = hybrid.hidden
+    if hybrid.architecture == "lfm2":
+        return {
+            "shortconv.conv.weight": ([hidden, hybrid.keys["shortconv.l_cache"]], Type.F32),
+            "shortconv.in_proj.weight": ([3 * hidden, hidden], Type.Q4_K),
+            "shortconv.out_proj.weight": ([hidden, hidden], Type.Q4_K),
+        }
+    values = hybrid.keys["ssm.inner_size"]
+    num_heads = hybrid.keys["ssm.time_step_rank"]
+    channels = values + 2 * hybrid.keys["ssm.group_count"] * hybrid.keys["ssm.state_size"]
+    tensors: dict[str, tuple[list[int], Any]] = {
+        "ssm_conv1d.weight": ([channels, hybrid.keys["ssm.conv_kernel"]], Type.F32),
+        "ssm_dt.bias": ([num_heads], Type.F32),
+        "ssm_out.weight": ([hidden, values], Type.Q4_K),
+    }
+    if hybrid.architecture == "qwen35":
+        return tensors | {
+            "ssm_a": ([num_heads], Type.F32),
+            "ssm_norm.weight": ([values // num_heads], Type.F32),
+            "attn_qkv.weight": ([channels, hidden], Type.Q5_K),
+            "attn_gate.weight": ([values, hidden], Type.Q4_K),
+            "ssm_beta.weight": ([num_heads, hidden], Type.Q4_K),
+            "ssm_alpha.weight": ([num_heads, hidden], Type.Q4_K),
+        }
+    return tensors | {
+        "ssm_a": ([num_heads, 1], Type.F32),
+        "ssm_d": ([num_heads, 1], Type.F32),
+        "ssm_conv1d.bias": ([channels], Type.F32),
+        "ssm_in.weight": ([values + channels + num_heads, hidden], Type.Q4_K),
+        "ssm_norm.weight": ([hybrid.keys["ssm.group_count"], values], Type.F32),
+    }
+
+
 # ------------------------------------------------------------------ tensors of a file
+
+
+def _write_file(
+    target: Path, architecture: str, keys: dict[str, Any], tensors: dict[str, tuple[list[int], Any]]
+) -> None:
+    """A GGUF file with random tensors of these shapes and types; matrices of one shape are the same."""
+    import gguf
+
+    writer = gguf.GGUFWriter(target, architecture)
+    add = {
+        **{bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32},
+        **{str: writer.add_string, list: writer.add_array},
+    }
+    for key, value in keys.items():
+        add[type(value)](f"{architecture}.{key}", value)
+    writer.add_tokenizer_model("none")
+    writer.add_token_list([f"<{token}>" for token in range(keys["vocab_size"])])
+    for tensor, (shape, kind) in tensors.items():
+        writer.add_tensor_info(tensor, *_info(shape, kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    blocks: dict[Any, np.ndarray] = {}
+    rng = np.random.default_rng(0)
+    for tensor, (shape, kind) in tensors.items():
+        if kind == gguf.GGMLQuantizationType.F32:
+            if tensor.endswith("norm.weight"):
+                values = np.ones(shape)
+            elif tensor.endswith("ssm_a"):  # a decay is below one
+                values = -rng.uniform(1, 16, shape)
+            else:
+                values = STD * rng.standard_normal(shape)
+            writer.write_tensor_data(values.astype(np.float32))
+            continue
+        if (*shape, kind) not in blocks:
+            blocks[*shape, kind] = _random_blocks(shape, kind, len(blocks))
+        writer.write_tensor_data(blocks[*shape, kind])
+    writer.close()
 
 
 def _info(shape: list[int], quantisation: Any) -> tuple[list[int], Any, int, Any]:
