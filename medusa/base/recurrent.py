@@ -2,8 +2,8 @@
 
 There are two kinds of states. A causal convolution reads the last inputs of each channel
 (:class:`ConvolutionState`). All other rules change a matrix S of each head by one outer product a token,
-S <- decay S + k w' (:class:`MatrixState`): the gated delta rule, KDA and the state-space rule of Mamba 2
-differ in how k, w and the decay come about (:mod:`medusa.base.recurrent_rules`).
+S <- decay S + k w' (:class:`MatrixState`): the gated delta rule, KDA, the state-space rule of Mamba 2 and the
+selective scan of Mamba differ in how k, w and the decay come about (:mod:`medusa.base.recurrent_rules`).
 
 A pass over a tree begins at the committed state and leaves it as it is. Each node starts from the state of
 its parent, and its k, w and decay are kept: some hundred numbers a head, where a state has thousands. The
@@ -14,7 +14,8 @@ on its text alone: not on how it was split into passes, on rejected drafts, or o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -167,39 +168,51 @@ class Updates:
     """What tokens did to the matrices of their heads: S <- decay S + key written'."""
 
     decay: Tensor
-    """(B, N, H) or (B, N, H, K) float32."""
+    """(B, N, H) or (B, N, H, K) float32; of a selective scan a time step for each column, (B, N, H, V)."""
     key: Tensor
     """(B, N, H, K) float32."""
     written: Tensor
     """(B, N, H, V) float32."""
+    rates: Tensor | None = None
+    """(H, K, V) float32, of a selective scan: in a time step an entry decays by e^(rate step)."""
 
     def along(self, path: Tensor) -> Updates:
-        """Those of the nodes ``path`` (B, L) long, in order."""
+        """The updates of the nodes ``path`` (B, L) long, in order."""
         rows = torch.arange(len(path), device=path.device)[:, None]
-        return Updates(self.decay[rows, path], self.key[rows, path], self.written[rows, path])
+        return self._with(self.decay[rows, path], self.key[rows, path], self.written[rows, path])
 
     def of_rows(self, rows: Tensor) -> Updates:
-        """Those of ``rows`` (B',) long."""
-        return Updates(self.decay[rows], self.key[rows], self.written[rows])
+        """The updates of ``rows`` (B',) long."""
+        return self._with(self.decay[rows], self.key[rows], self.written[rows])
 
     def padded(self, length: int) -> Updates:
         """The same with ``length`` updates a row, the new ones without meaning."""
-        return Updates(*(_padded(each, length) for each in (self.decay, self.key, self.written)))
+        return self._with(*(_padded(each, length) for each in (self.decay, self.key, self.written)))
 
     def joined(self, other: Updates) -> Updates:
         """The rows of both, which have equally many updates."""
-        return Updates(
+        return self._with(
             torch.cat([self.decay, other.decay]),
             torch.cat([self.key, other.key]),
             torch.cat([self.written, other.written]),
         )
 
+    def _with(self, decay: Tensor, key: Tensor, written: Tensor) -> Updates:
+        return replace(self, decay=decay, key=key, written=written)
+
+    def factors(self, number: int) -> Tensor:
+        """The decay of the update ``number`` of each row, (B, H, 1 or K, 1 or V)."""
+        decay = self.decay[:, number]
+        if self.rates is not None:
+            return (self.rates * decay[:, :, None]).exp()
+        return decay[..., None, None] if decay.dim() == 2 else decay[..., None]
+
     def apply(self, state: Tensor, number: int, counts: Tensor | None = None) -> Tensor:
         """The state (B, H, K, V) after the update ``number`` of each row, of which there are ``counts`` (B,)
         long; all where it is None."""
-        decay = self.decay[:, number]
-        decay = decay[..., None, None] if decay.dim() == 2 else decay[..., None]
-        after = state * decay + self.key[:, number, :, :, None] * self.written[:, number, :, None]
+        after = (
+            state * self.factors(number) + self.key[:, number, :, :, None] * self.written[:, number, :, None]
+        )
         if counts is None:
             return after
         return torch.where((number < counts)[:, None, None, None], after, state)
@@ -324,21 +337,39 @@ class MatrixState:
             self.num_pending = source.num_pending[only]
 
 
+class StatesOfHeads:
+    """The states of a layer of Zamba, which scans its heads one after the other, each by itself."""
+
+    def __init__(self, paths: Paths, num_heads: int):
+        self.heads = [MatrixState(paths) for _ in range(num_heads)]
+
+    def __getitem__(self, place: tuple[slice, int]) -> MatrixState:
+        return self.heads[place[1]]
+
+
+def states_of_scans(state: Any) -> list[Any]:
+    """The states of a layer's scans, in the order in which it calls them."""
+    return getattr(state, "heads", [state])
+
+
 class StateLayer(LinearAttentionLayer):
     """The states of one layer, where models of ``transformers`` look for tensors: they hand them to the rules
     of :mod:`medusa.base.recurrent_rules`. Methods without a docstring are ``transformers``' interface."""
 
-    def __init__(self, paths: Paths, number_of_states: int = 1):
+    def __init__(self, paths: Paths, number_of_states: int = 1, num_scans: int = 1):
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
         self.record_past = True  # models then ask for windows in passes of one token too
         numbers = range(number_of_states)
         self.conv_states: dict[int, Any] = {number: ConvolutionState(paths) for number in numbers}
         self.recurrent_states: dict[int, Any] = {number: MatrixState(paths) for number in numbers}
+        if num_scans > 1:
+            self.recurrent_states = {number: StatesOfHeads(paths, num_scans) for number in numbers}
         self.has_previous_state = dict.fromkeys(numbers, True)
 
     @property
     def states(self) -> list[ConvolutionState | MatrixState]:
-        return [*self.conv_states.values(), *self.recurrent_states.values()]
+        matrices = [states_of_scans(state) for state in self.recurrent_states.values()]
+        return [*self.conv_states.values(), *chain.from_iterable(matrices)]
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
@@ -358,9 +389,9 @@ class StateLayer(LinearAttentionLayer):
 class TreeAndStateLayer(StateLayer, TreeCacheLayer):  # type: ignore[misc, override]  # as theirs
     """A layer with attention and a state side by side."""
 
-    def __init__(self, under_way: Any, paths: Paths, number_of_states: int = 1):
+    def __init__(self, under_way: Any, paths: Paths, number_of_states: int = 1, num_scans: int = 1):
         TreeCacheLayer.__init__(self, under_way)
-        StateLayer.__init__(self, paths, number_of_states)
+        StateLayer.__init__(self, paths, number_of_states, num_scans)
 
     lazy_initialization = TreeCacheLayer.lazy_initialization  # type: ignore[assignment]
     get_seq_length = TreeCacheLayer.get_seq_length
@@ -381,10 +412,12 @@ class RecurrentCache(TreeCache):
 
     def _layer_for(self, layer: Any) -> Any:
         """The replacement of a cache layer of ``transformers``; itself where it keeps nothing."""
+        config = self.config.get_text_config(decoder=True)
+        num_scans = config.n_mamba_heads if config.model_type == "zamba" else 1
         if isinstance(layer, LinearAttentionAndFullAttentionLayer):
-            return TreeAndStateLayer(self.under_way, self.paths, layer.number_of_states)
+            return TreeAndStateLayer(self.under_way, self.paths, layer.number_of_states, num_scans)
         if isinstance(layer, LinearAttentionLayer):
-            return StateLayer(self.paths, layer.number_of_states)
+            return StateLayer(self.paths, layer.number_of_states, num_scans)
         return layer if isinstance(layer, WITHOUT_MEMORY) else TreeCacheLayer(self.under_way)
 
     @property

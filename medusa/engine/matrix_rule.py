@@ -15,7 +15,13 @@ has no updates to apply."""
 
 
 def matrix_rule(
-    state: MatrixState, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None = None
+    state: MatrixState,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor | None = None,
+    rates: Tensor | None = None,
 ) -> Tensor:
     """:func:`medusa.base.recurrent_rules.matrix_rule`, in one operator."""
     B, N, H, K = key.shape
@@ -35,6 +41,7 @@ def matrix_rule(
         beta,
         None if topology.is_chain else topology.parents,
         topology.is_chain and N >= LEAST_KEPT,
+        rates,
     )
-    state.keep(Updates(decay, key, written), last if last.numel() else None)
+    state.keep(Updates(decay, key, written, rates), last if last.numel() else None)
     return cast(Tensor, outputs)

@@ -23,8 +23,6 @@ from transformers import (
     LlamaModel,
     LlavaConfig,
     LlavaForConditionalGeneration,
-    MambaConfig,
-    MambaForCausalLM,
     MllamaForCausalLM,
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
@@ -61,10 +59,6 @@ REFUSED = {
             T5Config(vocab_size=61, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8)
         ),
         "T5ForConditionalGeneration is an encoder-decoder model; .* needs a decoder-only model",
-    ),
-    "recurrent": (
-        lambda: MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1)),
-        r"MambaForCausalLM has layers that change their state by a rule of their own \(MambaMixer\)",
     ),
     "a state in its modules": (
         lambda: tiny_stateful_model("recurrent_gemma"),

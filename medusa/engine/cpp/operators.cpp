@@ -69,7 +69,7 @@ STABLE_TORCH_LIBRARY(medusa, m) {
   m.def(
       "matrix_rule(Tensor(a!) state, Tensor? pending_decay, Tensor? pending_key, Tensor? pending_written,"
       " Tensor? num_pending, Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta,"
-      " Tensor? parents, bool keeps_last) -> Tensor[]");
+      " Tensor? parents, bool keeps_last, Tensor? rates) -> Tensor[]");
   // drafts
   m.def("remember(Tensor(a!) ring, Tensor(b!) latest, int total, Tensor text) -> int");
   m.def(

@@ -50,7 +50,7 @@ std::vector<Tensor> matrix_rule(Tensor state, std::optional<Tensor> pending_deca
                                 std::optional<Tensor> pending_key, std::optional<Tensor> pending_written,
                                 std::optional<Tensor> num_pending, Tensor query, Tensor key, Tensor value,
                                 Tensor decay, std::optional<Tensor> beta, std::optional<Tensor> parents,
-                                bool keeps_last);
+                                bool keeps_last, std::optional<Tensor> rates);
 // dynamic_trees.cpp
 std::tuple<std::vector<Tensor>, bool> grow(
     Tensor logits, std::optional<Tensor> sharpness, std::optional<Tensor> noise,
