@@ -150,6 +150,10 @@ TINY: dict[str, dict[str, Any]] = {
     "zaya": {
         **WITH_ATTENTION,
         **EXPERTS,
+        "num_hidden_layers": 3,
+        "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
+        "sliding_window": 8,
+        "attention_bias": True,
         "head_dim": 8,
         "num_experts_per_tok": 1,
         "router_hidden_size": 8,
@@ -187,7 +191,7 @@ def table_of_types() -> str:
 
 DECODABLE = sorted(
     set(TINY)
-    - {"deepseek_v4", "minimax", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zaya"}
+    - {"deepseek_v4", "minimax", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm"}
     - {each for each in TINY if each not in CONFIG_MAPPING}
 )
 """The ``model_type`` of those that are not refused, as far as this ``transformers`` has them."""

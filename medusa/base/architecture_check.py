@@ -53,7 +53,7 @@ TESTED_MODEL_TYPES = frozenset(
         "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama", "mamba", "mamba2",
         "mistral", "mixtral", "nemotron_h", "olmo2", "olmo_hybrid", "opt", "phi", "phi3", "qwen2", "qwen2_vl",
         "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "smollm3",
-        "starcoder2", "zamba", "zamba2",
+        "starcoder2", "zamba", "zamba2", "zaya",
     }
 )  # fmt: skip
 """``config.model_type`` of the architectures that our tests hold to ``transformers``' own ``generate``."""

@@ -29,6 +29,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
@@ -39,12 +40,9 @@ from medusa.trees.candidate_tree import TreeTopology
 KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer)
 WITHOUT_MEMORY = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 """Layers that keep nothing of a text: none in ``transformers`` before 5.23."""
-KNOWN_LAYERS = (
-    *KEYS_AND_VALUES,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    *WITHOUT_MEMORY,
-)
+BESIDE_A_STATE = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+"""Layers with keys and values, and a state."""
+KNOWN_LAYERS = (*KEYS_AND_VALUES, LinearAttentionLayer, *BESIDE_A_STATE, *WITHOUT_MEMORY)
 """The cache layers of ``transformers`` that :class:`RecurrentCache` replaces."""
 MASKS_OF_STATES = ("linear_attention", "conv")
 """Layer types without keys and values, as models name them in their masks: a state has no padding to mask."""
@@ -65,7 +63,7 @@ def is_recurrent(base: Any) -> bool:
 def kind_of_layer(layer: Any) -> str:
     """The kind of a cache layer of ``transformers``, in words."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        return "attention beside a state" if isinstance(layer, DynamicLayer) else "with a state"
+        return "attention beside a state" if isinstance(layer, BESIDE_A_STATE) else "with a state"
     if isinstance(layer, DynamicSlidingWindowLayer):
         return "sliding attention"
     return "without memory" if isinstance(layer, WITHOUT_MEMORY) else "attention"
@@ -113,11 +111,12 @@ class ConvolutionState:
         """(B, C, K - 1): the inputs before the next token."""
         self._nodes: Tensor | None = None  # (B, C, N): the inputs of the last pass
 
-    def windows(self, inputs: Tensor, size: int) -> Tensor:
+    def windows(self, inputs: Tensor, size: int, before: Tensor | None = None) -> Tensor:
         """The ``size`` inputs (K) that each node of a pass reads, (B, C, N, K), the newest last; ``inputs``
-        are those of the nodes, (B, C, N)."""
+        are those of the nodes, (B, C, N). Before any text come the inputs ``before`` (B, C, K - 1), zeros
+        where it is None."""
         if self.committed is None:
-            self.committed = inputs.new_zeros(*inputs.shape[:2], size - 1)
+            self.committed = inputs.new_zeros(*inputs.shape[:2], size - 1) if before is None else before
         self._nodes = inputs
         extended = torch.cat([self.committed, inputs], dim=2)
         topology = self._paths.topology
@@ -414,7 +413,7 @@ class RecurrentCache(TreeCache):
         """The replacement of a cache layer of ``transformers``; itself where it keeps nothing."""
         config = self.config.get_text_config(decoder=True)
         num_scans = config.n_mamba_heads if config.model_type == "zamba" else 1
-        if isinstance(layer, LinearAttentionAndFullAttentionLayer):
+        if isinstance(layer, BESIDE_A_STATE):
             return TreeAndStateLayer(self.under_way, self.paths, layer.number_of_states, num_scans)
         if isinstance(layer, LinearAttentionLayer):
             return StateLayer(self.paths, layer.number_of_states, num_scans)

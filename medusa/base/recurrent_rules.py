@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
+from medusa.base.convolved_attention import projection_in_place
 from medusa.base.recurrent import KNOWN_LAYERS, MatrixState, Updates, states_of_scans
 from medusa.base.rowwise import WHOLE_VECTORS, rowwise
 from medusa.trees.candidate_tree import TreeTopology
@@ -351,6 +352,8 @@ def _rule_in_place(name: str, own: Callable[..., Any], rule: MatrixRule) -> Call
     return chosen
 
 
+CONVOLVED = frozenset({"ZayaCCAProjection"})
+"""Layers whose whole forward is :func:`medusa.base.convolved_attention.convolved_projection`."""
 ELEMENTWISE_NAMES = frozenset({"exp", "gelu", "sigmoid", "silu", "softplus", "tanh"})
 """Functions that torch computes with other code for the numbers after the last whole vector of a loop."""
 ELEMENTWISE = frozenset(
@@ -396,7 +399,7 @@ def unknown_rule(base: PreTrainedModel) -> str | None:
     """The class of a layer of ``base`` that keeps a state by a rule that is not known; None where there is
     none."""
     for kind in {type(module) for module in base.modules()}:
-        if keeps_states(kind):
+        if keeps_states(kind) and kind.__name__ not in CONVOLVED:
             names = {*_code_of(kind).co_names}
             has_matrix = "update_recurrent_state" in names
             if not (names & CONVOLUTIONS.keys()) or (has_matrix and not names & MATRIX_RULES.keys()):
@@ -452,10 +455,12 @@ def forward_with_rules(kind: Any, rule: MatrixRule) -> Callable[..., Any]:
     called = {*own.__code__.co_names}
     in_place = {name: CONVOLUTIONS[name](names[name]) for name in called & CONVOLUTIONS.keys()}
     in_place |= {name: _rule_in_place(name, names[name], rule) for name in called & MATRIX_RULES.keys()}
-    forward = FunctionType(
+    forward: Any = FunctionType(
         own.__code__, {**names, **in_place}, own.__name__, own.__defaults__, own.__closure__
     )
     forward.__kwdefaults__ = own.__kwdefaults__
+    if kind.__name__ in CONVOLVED:
+        forward = projection_in_place(forward, causal_convolution)
 
     @functools.wraps(own)
     def forward_of_rows(*args: Any, **kwargs: Any) -> Any:
