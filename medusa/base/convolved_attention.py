@@ -76,7 +76,7 @@ def projection_in_place(own: Callable[..., Any], convolution: Convolution) -> Ca
 
     @functools.wraps(own)
     def forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = args[0] if args else kwargs.get("cache", kwargs.get("past_key_values"))
+        cache: Any = args[0] if args else kwargs.get("cache", kwargs.get("past_key_values"))
         if not hasattr(cache, "paths"):
             return own(layer, hidden_states, *args, **kwargs)
         state = cache.layers[layer.layer_idx].conv_states[0]

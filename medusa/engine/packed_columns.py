@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from medusa.base.recurrent_rules import CONVOLVED, calls_scans
+from medusa.base.recurrent_rules import calls_scans
 from medusa.engine.kernels import PackedMatmul
 
 WEIGHTS_OF_HEADS = ("x_proj_weight", "dt_proj_weight")
@@ -41,30 +41,9 @@ class PackedColumnsOfHeads(nn.Module):
         return torch.stack([weight @ of_head for weight, of_head in zip(heads, columns, strict=True)])
 
 
-class PackedGroups(nn.Module):
-    """A convolution in groups of channels, of stride 1, over packed weights: (B, C, T) -> (B, C', T')."""
-
-    def __init__(self, convolution: nn.Conv1d, int8: bool):
-        super().__init__()
-        self.bias = convolution.bias  # shared with the base
-        (self.size,) = convolution.kernel_size
-        groups = convolution.weight.detach().flatten(1).chunk(convolution.groups)  # (C' / G, C / G * K) each
-        self.products = nn.ModuleList(PackedMatmul([weight], None, int8) for weight in groups)
-
-    def forward(self, x: Tensor) -> Tensor:
-        windows = x.unflatten(1, (len(self.products), -1)).unfold(3, self.size, 1)  # (B, G, C / G, T', K)
-        rows = windows.transpose(2, 3).flatten(3).unbind(1)  # G of (B, T', C / G * K)
-        outputs = torch.cat([product(row) for product, row in zip(self.products, rows, strict=True)], dim=-1)
-        return (outputs if self.bias is None else outputs + self.bias).transpose(1, 2)
-
-
 def pack_columns(layer: nn.Module, int8: bool) -> None:
     """Pack the weights that ``layer`` multiplies itself, where it is one with selective scans whose linear
-    layers are packed, and those of convolutions in groups of :data:`CONVOLVED` layers. ``int8`` says whether
-    weights that are not packed yet are rounded to int8."""
-    convolution = layer._modules.get("conv_qk_grouped")
-    if type(convolution) is nn.Conv1d and type(layer).__name__ in CONVOLVED:
-        layer.conv_qk_grouped = PackedGroups(convolution, int8)
+    layers are packed; ``int8`` says whether matrices of heads are rounded to int8."""
     if not (hasattr(layer, "A_log") and calls_scans(type(layer))):
         return
     linear: Any = getattr(layer, "dt_proj", None)
