@@ -8,12 +8,12 @@ A random model has the speed and the memory of a trained one. Every contender ru
 that its peak of memory is its own, and all take turns, round after round; what is printed are medians. The
 tokens of an answer are greedy, after 64 tokens of prompt. "predicted" knows the right answer beforehand, so
 that its steps accept as many guesses as those of very good heads would; "wrong" verifies three guesses in
-each step, none of which is right, and "of four rows" decodes as many texts at once. llama.cpp takes part where it is
-installed (`pip install '.[llama-cpp]'`); compiled for this processor, as pip does it from source
+each step, none of which is right, and "of four rows" decodes as many texts at once. llama.cpp takes part
+where it is installed (`pip install '.[llama-cpp]'`); compiled for this processor, as pip does it from source
 (`--no-binary llama-cpp-python`), it is at its best. The last line is one JSON object.
 
     python scripts/sizes.py --shapes 30B-A3B 20B-A4B   # mixtures, only as quantised files of 18 and 12 GB
-    python scripts/sizes.py --shapes Qwen3.5-4B        # hybrids, whose layers keep states, as quantised files
+    python scripts/sizes.py --shapes Qwen3.5-4B        # hybrids, whose layers keep states, as files
     python scripts/sizes.py --files MODEL.gguf # quantised files: these, or of a shape Q4_K_M.gguf
     python scripts/sizes.py --shapes 1B --contenders "file Q4_K_M" "llama-bench Q4_K_M" --llama-bench PATH
 

@@ -60,12 +60,14 @@ SHARED_BLOCKS = {
     "n_mamba_heads": 4,
 }
 
+SCAN = {**SIZES, "initializer_range": 0.3, "state_size": 8}
+
 TINY: dict[str, dict[str, Any]] = {
     "deepseek_v4": {},
     "bailing_hybrid": {**LATENT, "head_dim": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "bamba": {**WITH_ATTENTION, **MAMBA, "attn_layer_indices": [1]},
     "falcon_h1": {**WITH_ATTENTION, **MAMBA, "mamba_d_ssm": 64, "head_dim": 8},
-    "falcon_mamba": SIZES,
+    "falcon_mamba": SCAN,
     "granitemoehybrid": {
         **LINEAR,
         **MAMBA,
@@ -96,7 +98,7 @@ TINY: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "sliding_window": 8,
     },
-    "mamba": SIZES,
+    "mamba": SCAN,
     "mamba2": {
         **SIZES,
         "initializer_range": 0.3,
@@ -148,6 +150,10 @@ TINY: dict[str, dict[str, Any]] = {
     "zaya": {
         **WITH_ATTENTION,
         **EXPERTS,
+        "num_hidden_layers": 3,
+        "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
+        "sliding_window": 8,
+        "attention_bias": True,
         "head_dim": 8,
         "num_experts_per_tok": 1,
         "router_hidden_size": 8,
@@ -185,8 +191,7 @@ def table_of_types() -> str:
 
 DECODABLE = sorted(
     set(TINY)
-    - {"deepseek_v4", "falcon_mamba", "jamba", "mamba", "minimax", "qwen4_exp_text"}
-    - {"recurrent_gemma", "rwkv", "xlstm", "zamba", "zaya"}
+    - {"deepseek_v4", "minimax", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm"}
     - {each for each in TINY if each not in CONFIG_MAPPING}
 )
 """The ``model_type`` of those that are not refused, as far as this ``transformers`` has them."""

@@ -48,11 +48,12 @@ from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 TESTED_MODEL_TYPES = frozenset(
     {
-        "bailing_hybrid", "bamba", "cohere2", "deepseek_v3", "falcon", "falcon_h1", "gemma", "gemma2",
-        "gemma3_text", "gemma4_text", "glm4", "gpt2", "gpt_neox", "gpt_oss", "granite", "granitemoehybrid",
-        "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama", "mamba2", "mistral", "mixtral", "nemotron_h",
-        "olmo2", "olmo_hybrid", "opt", "phi", "phi3", "qwen2", "qwen2_vl", "qwen3", "qwen3_5_moe_text",
-        "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "smollm3", "starcoder2", "zamba2",
+        "bailing_hybrid", "bamba", "cohere2", "deepseek_v3", "falcon", "falcon_h1", "falcon_mamba", "gemma",
+        "gemma2", "gemma3_text", "gemma4_text", "glm4", "gpt2", "gpt_neox", "gpt_oss", "granite",
+        "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama", "mamba", "mamba2",
+        "mistral", "mixtral", "nemotron_h", "olmo2", "olmo_hybrid", "opt", "phi", "phi3", "qwen2", "qwen2_vl",
+        "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "smollm3",
+        "starcoder2", "zamba", "zamba2", "zaya",
     }
 )  # fmt: skip
 """``config.model_type`` of the architectures that our tests hold to ``transformers``' own ``generate``."""

@@ -23,6 +23,8 @@ LayerWindows = dict[str, int | None]
 ALL_NODES = slice(None)
 WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "mlp", "dummy"})
 """Layer types that attend to no slots."""
+BESIDE_STATES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+"""Layer types with attention beside a state, and the type of their attention."""
 
 TREE_ATTENTION = {"sdpa": "medusa_tree_sdpa", "eager": "medusa_tree_eager"}
 """The attention implementations of our kernels (:mod:`medusa.engine.kernels`), by the implementation that
@@ -113,8 +115,7 @@ def layer_windows(config: PreTrainedConfig, has_windows: bool = True) -> LayerWi
     types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     if types is None:
         return {"full_attention": None} if window is None else {"sliding_attention": window}
-    names = {"hybrid": "full_attention"}  # attention beside a state
-    types = [names.get(kind, kind) for kind in types if kind not in WITHOUT_ATTENTION]
+    types = [BESIDE_STATES.get(kind, kind) for kind in types if kind not in WITHOUT_ATTENTION]
     known = {"full_attention": None, "global": None, "sliding_attention": window}
     unknown = sorted(set(types) - set(known))
     if unknown:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.base.attention import (
+    BESIDE_STATES,
     LayerWindows,
     attention_windows,
     check_attention,
@@ -358,7 +359,8 @@ def _for_states(arguments: dict[str, Any], base: CausalLM, windows: LayerWindows
     masks = arguments["attention_mask"]
     if masks is not None:
         by_kind = masks if isinstance(masks, dict) else dict.fromkeys(windows, masks)
-        arguments["attention_mask"] = {**dict.fromkeys(MASKS_OF_STATES), **by_kind}
+        beside = {name: by_kind[kind] for name, kind in BESIDE_STATES.items() if kind in by_kind}
+        arguments["attention_mask"] = {**dict.fromkeys(MASKS_OF_STATES), **by_kind, **beside}
     if "position_ids" not in inspect.signature(type(base).forward).parameters:
         del arguments["position_ids"]
 

@@ -2,8 +2,8 @@
 
 There are two kinds of states. A causal convolution reads the last inputs of each channel
 (:class:`ConvolutionState`). All other rules change a matrix S of each head by one outer product a token,
-S <- decay S + k w' (:class:`MatrixState`): the gated delta rule, KDA and the state-space rule of Mamba 2
-differ in how k, w and the decay come about (:mod:`medusa.base.recurrent_rules`).
+S <- decay S + k w' (:class:`MatrixState`): the gated delta rule, KDA, the state-space rule of Mamba 2 and the
+selective scan of Mamba differ in how k, w and the decay come about (:mod:`medusa.base.recurrent_rules`).
 
 A pass over a tree begins at the committed state and leaves it as it is. Each node starts from the state of
 its parent, and its k, w and decay are kept: some hundred numbers a head, where a state has thousands. The
@@ -14,8 +14,9 @@ on its text alone: not on how it was split into passes, on rejected drafts, or o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -29,6 +30,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
@@ -39,12 +41,9 @@ from medusa.trees.candidate_tree import TreeTopology
 KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer)
 WITHOUT_MEMORY = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 """Layers that keep nothing of a text: none in ``transformers`` before 5.23."""
-KNOWN_LAYERS = (
-    *KEYS_AND_VALUES,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    *WITHOUT_MEMORY,
-)
+BESIDE_A_STATE = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+"""Layers with keys and values, and a state."""
+KNOWN_LAYERS = (*KEYS_AND_VALUES, LinearAttentionLayer, *BESIDE_A_STATE, *WITHOUT_MEMORY)
 """The cache layers of ``transformers`` that :class:`RecurrentCache` replaces."""
 MASKS_OF_STATES = ("linear_attention", "conv")
 """Layer types without keys and values, as models name them in their masks: a state has no padding to mask."""
@@ -65,7 +64,7 @@ def is_recurrent(base: Any) -> bool:
 def kind_of_layer(layer: Any) -> str:
     """The kind of a cache layer of ``transformers``, in words."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        return "attention beside a state" if isinstance(layer, DynamicLayer) else "with a state"
+        return "attention beside a state" if isinstance(layer, BESIDE_A_STATE) else "with a state"
     if isinstance(layer, DynamicSlidingWindowLayer):
         return "sliding attention"
     return "without memory" if isinstance(layer, WITHOUT_MEMORY) else "attention"
@@ -80,6 +79,15 @@ def holds_text(cache: Cache) -> bool:
     )
 
 
+def rows_at(before: Tensor, nodes: Tensor, places: Tensor) -> Tensor:
+    """The inputs at ``places`` (B, L) long among ``before`` (B, M, C), followed by ``nodes`` (B, N, C):
+    (B, L, C)."""
+    inputs = torch.cat([before, nodes], dim=1)
+    if inputs.shape[0] == 1:  # in a third of the time
+        return inputs[0].index_select(0, places[0])[None]
+    return inputs.gather(1, places[..., None].expand(-1, -1, inputs.shape[2]))
+
+
 class Paths:
     """The tree of the current pass; one object, shared by all states of a cache."""
 
@@ -88,16 +96,15 @@ class Paths:
         """(R, N) long: the parent of each node; the root is its own."""
         self.is_chain = False
         """Whether the tree is known to be a chain."""
+        self.rows_at: Callable[[Tensor, Tensor, Tensor], Tensor] = rows_at
+        """:func:`rows_at`, or another form of it."""
         self._topology: TreeTopology | None = None
         self._inputs: dict[int, Tensor] = {}
 
-    @classmethod
-    def of_tensors(cls, parents: Tensor, inputs: dict[int, Tensor]) -> Paths:
-        """Paths with these :attr:`parents` and :meth:`inputs_of_nodes`, by size."""
-        paths = cls()
-        paths.parents = parents
-        paths._inputs = inputs
-        return paths
+    def set_tensors(self, parents: Tensor, inputs: dict[int, Tensor]) -> None:
+        """Take these :attr:`parents` and :meth:`inputs_of_nodes`, by size."""
+        self.parents = parents
+        self._inputs = inputs
 
     def begin(self, topology: TreeTopology) -> None:
         """Begin a pass over the nodes of ``topology``."""
@@ -287,19 +294,23 @@ class RowStates:
 
 
 class ConvolutionState(RowStates):
-    """The last inputs of each channel of a causal convolution: (B, K - 1, C), and (B, N, C) of the nodes."""
+    """The last inputs of each channel of a causal convolution, (B, K - 1, C); of nodes (B, N, C)."""
 
-    def windows(self, inputs: Tensor, size: int) -> Tensor:
+    def windows(self, inputs: Tensor, size: int, before: Tensor | None = None) -> Tensor:
         """The ``size`` inputs (K) that each node of a pass reads, (B, C, N, K), the newest last; ``inputs``
-        are those of the nodes, (B, C, N)."""
+        are those of the nodes, (B, C, N). Before any text come the inputs ``before`` (B, C, K - 1), zeros
+        where it is None."""
         nodes = inputs.transpose(1, 2)
-        before = self._committed(nodes, size - 1)
-        self._before = before
+        if self._before is None and before is not None:
+            self._before = before.transpose(1, 2).contiguous()
+        committed = self._committed(nodes, size - 1)
+        self._before = committed
         self._nodes = (nodes,)
         self._kept = None
         places = self._paths.inputs_of_nodes(size).to(inputs.device)  # (R, N, K)
         places = places.flatten(1).expand(inputs.shape[0], -1)
-        return _rows_at(before, nodes, places).unflatten(1, (-1, size)).permute(0, 3, 1, 2)
+        windows = self._paths.rows_at(committed, nodes, places)
+        return windows.unflatten(1, (-1, size)).permute(0, 3, 1, 2)
 
     def results(self) -> list[Tensor]:
         assert self._before is not None
@@ -316,38 +327,36 @@ class ConvolutionState(RowStates):
         if self._kept is None:
             return self._before
         places = self._kept.last_inputs(num_inputs).to(nodes.device)
-        return _rows_at(self._before, self._nodes[0], places)
-
-
-def _rows_at(before: Tensor, nodes: Tensor, places: Tensor) -> Tensor:
-    """Of the inputs ``before`` (B, M, C) followed by ``nodes`` (B, N, C), those at ``places`` (B, L) long:
-    (B, L, C)."""
-    inputs = torch.cat([before, nodes], dim=1)
-    if inputs.shape[0] == 1:  # in a third of the time
-        return inputs[0].index_select(0, places[0])[None]
-    return inputs.gather(1, places[..., None].expand(-1, -1, inputs.shape[2]))
+        return self._paths.rows_at(self._before, self._nodes[0], places)
 
 
 class Updates(NamedTuple):
     """What nodes do to the matrices of their heads: S <- decay S + key written'."""
 
     decay: Tensor
-    """(B, N, H) or (B, N, H, K) float32."""
+    """(B, N, H) or (B, N, H, K) float32; of a selective scan a time step for each column, (B, N, H, V)."""
     key: Tensor
     """(B, N, H, K) float32."""
     written: Tensor
     """(B, N, H, V) float32."""
+    rates: Tensor | None = None
+    """(H, K, V) float32, of a selective scan: in a time step an entry decays by e^(rate step)."""
+
+    def factors(self, node: int) -> Tensor:
+        """The decay of a node in each row, (B, H, 1 or K, 1 or V)."""
+        decay = self.decay[:, node]
+        if self.rates is not None:
+            return (self.rates * decay[:, :, None]).exp()
+        return decay[..., None, None] if decay.dim() == 2 else decay[..., None]
 
     def apply(self, state: Tensor, node: int) -> Tensor:
         """The state after a node, from the one before it: (B, H, K, V) both."""
-        decay = self.decay[:, node]
-        decay = decay[..., None, None] if decay.dim() == 2 else decay[..., None]
-        return state * decay + self.key[:, node, :, :, None] * self.written[:, node, :, None]
+        return state * self.factors(node) + self.key[:, node, :, :, None] * self.written[:, node, :, None]
 
     def along(self, path: Tensor) -> Updates:
-        """Those of the nodes ``path`` (B, L) long, in order."""
+        """The updates of the nodes ``path`` (B, L) long, in order."""
         rows = torch.arange(len(path), device=path.device)[:, None]
-        return Updates(self.decay[rows, path], self.key[rows, path], self.written[rows, path])
+        return Updates(self.decay[rows, path], self.key[rows, path], self.written[rows, path], self.rates)
 
 
 LEAST_KEPT = 8
@@ -356,7 +365,7 @@ has no updates to apply."""
 
 
 class MatrixState(RowStates):
-    """The matrix of each head of a recurrent layer: (B, H, K, V) float32, and the :class:`Updates` of nodes."""
+    """The matrix of each head of a layer, (B, H, K, V) float32; of nodes their :class:`Updates`."""
 
     def __init__(self, paths: Paths):
         super().__init__(paths)
@@ -367,7 +376,7 @@ class MatrixState(RowStates):
         self._last = None
 
     def before(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The state (B, H, K, V) = ``shape`` that the :meth:`pending` updates come on top of, on the device of
+        """The state (B, H, K, V) = ``shape`` that lacks the :meth:`pending` updates, on the device of
         ``like``."""
         if self._before is None:
             self._before = torch.zeros(shape, dtype=torch.float32, device=like.device)
@@ -378,8 +387,8 @@ class MatrixState(RowStates):
         return None if self._kept is None else (Updates(*self._nodes), self._kept)
 
     def place_of_last(self) -> Tensor:
-        """Where a rule writes the state after the last node of a chain; :meth:`before` itself, which is not to
-        be written to, where nobody needs it."""
+        """Where a rule writes the state after the last node of a chain; the state before the pass itself,
+        which is then not to be written to, where nobody needs it."""
         if self._last is None:
             assert self._before is not None, "before() comes first"
             is_needed = self.is_of_chain and self.parents.shape[1] >= LEAST_KEPT
@@ -393,12 +402,13 @@ class MatrixState(RowStates):
         super().take_inputs(tensors[:-1])
         self._last = tensors[-1]
 
-    def committed(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The state with all committed updates, as :meth:`before`; none are pending then."""
+    def committed(self, like: Tensor, shape: tuple[int, ...], rates: Tensor | None = None) -> Tensor:
+        """The state with all committed updates, as :meth:`before`; none are pending then. ``rates`` are those
+        of :class:`Updates`."""
         state = self.before(like, shape)
         pending = self.pending()
         if pending is not None:
-            updates, kept = pending
+            updates, kept = pending[0]._replace(rates=rates), pending[1]
             most = int(kept.counts.max())
             along = updates.along(kept.path[:, :most].to(state.device))
             for number in range(most):
@@ -411,7 +421,7 @@ class MatrixState(RowStates):
 
     def keep(self, nodes: Updates) -> None:
         """Keep what the nodes of the pass do. Pending updates have been applied."""
-        self._nodes = nodes
+        self._nodes = nodes[:3]
         self._kept = None
 
     def commit(self, kept: Kept, known: list[int]) -> None:
@@ -424,21 +434,39 @@ class MatrixState(RowStates):
         self._last = None
 
 
+class StatesOfHeads:
+    """The states of a layer of Zamba, which scans its heads one after the other, each by itself."""
+
+    def __init__(self, paths: Paths, num_heads: int):
+        self.heads = [MatrixState(paths) for _ in range(num_heads)]
+
+    def __getitem__(self, place: tuple[slice, int]) -> MatrixState:
+        return self.heads[place[1]]
+
+
+def states_of_scans(state: Any) -> list[Any]:
+    """The states of a layer's scans, in the order in which it calls them."""
+    return getattr(state, "heads", [state])
+
+
 class StateLayer(LinearAttentionLayer):
     """The states of one layer, where models of ``transformers`` look for tensors: they hand them to the rules
     of :mod:`medusa.base.recurrent_rules`. Methods without a docstring are ``transformers``' interface."""
 
-    def __init__(self, paths: Paths, number_of_states: int = 1):
+    def __init__(self, paths: Paths, number_of_states: int = 1, num_scans: int = 1):
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
         self.record_past = True  # models then ask for windows in passes of one token too
         numbers = range(number_of_states)
         self.conv_states: dict[int, Any] = {number: ConvolutionState(paths) for number in numbers}
         self.recurrent_states: dict[int, Any] = {number: MatrixState(paths) for number in numbers}
+        if num_scans > 1:
+            self.recurrent_states = {number: StatesOfHeads(paths, num_scans) for number in numbers}
         self.has_previous_state = dict.fromkeys(numbers, True)
 
     @property
     def states(self) -> list[RowStates]:
-        return [*self.conv_states.values(), *self.recurrent_states.values()]
+        matrices = [states_of_scans(state) for state in self.recurrent_states.values()]
+        return [*self.conv_states.values(), *chain.from_iterable(matrices)]
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
@@ -458,9 +486,9 @@ class StateLayer(LinearAttentionLayer):
 class TreeAndStateLayer(StateLayer, TreeCacheLayer):  # type: ignore[misc, override]  # as theirs
     """A layer with attention and a state side by side."""
 
-    def __init__(self, under_way: Any, paths: Paths, number_of_states: int = 1):
+    def __init__(self, under_way: Any, paths: Paths, number_of_states: int = 1, num_scans: int = 1):
         TreeCacheLayer.__init__(self, under_way)
-        StateLayer.__init__(self, paths, number_of_states)
+        StateLayer.__init__(self, paths, number_of_states, num_scans)
 
     lazy_initialization = TreeCacheLayer.lazy_initialization  # type: ignore[assignment]
     get_seq_length = TreeCacheLayer.get_seq_length
@@ -488,10 +516,12 @@ class RecurrentCache(TreeCache):
 
     def _layer_for(self, layer: Any) -> Any:
         """The replacement of a cache layer of ``transformers``; itself where it keeps nothing."""
-        if isinstance(layer, LinearAttentionAndFullAttentionLayer):
-            return TreeAndStateLayer(self.under_way, self.paths, layer.number_of_states)
+        config = self.config.get_text_config(decoder=True)
+        num_scans = config.n_mamba_heads if config.model_type == "zamba" else 1
+        if isinstance(layer, BESIDE_A_STATE):
+            return TreeAndStateLayer(self.under_way, self.paths, layer.number_of_states, num_scans)
         if isinstance(layer, LinearAttentionLayer):
-            return StateLayer(self.paths, layer.number_of_states)
+            return StateLayer(self.paths, layer.number_of_states, num_scans)
         return layer if isinstance(layer, WITHOUT_MEMORY) else TreeCacheLayer(self.under_way)
 
     def program_inputs(self, window_sizes: Sequence[int]) -> list[Tensor]:

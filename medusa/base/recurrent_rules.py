@@ -7,14 +7,15 @@ module in their place, in a view of the model. They get the state from
 state of its parent. Without such a cache, as in training, the model's own functions run.
 
 Sources: causal convolution, arXiv 2312.00752; the gated delta rule, arXiv 2412.06464, equation 10; KDA, arXiv
-2510.26692; the state-space rule of Mamba 2, arXiv 2405.21060.
+2510.26692; the state-space rule of Mamba 2, arXiv 2405.21060; the selective scan of Mamba, arXiv 2312.00752.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import FunctionType, MethodType
 from typing import Any, cast
 
@@ -25,7 +26,8 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
-from medusa.base.recurrent import KNOWN_LAYERS, MatrixState, Updates
+from medusa.base.convolved_attention import projection_in_place
+from medusa.base.recurrent import KNOWN_LAYERS, MatrixState, Updates, states_of_scans
 from medusa.base.rowwise import rowwise
 
 
@@ -68,7 +70,13 @@ def run_nodes(state: Tensor, nodes: MatrixState, step: Callable[[Tensor, int], T
 
 
 def matrix_rule(
-    state: MatrixState, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None = None
+    state: MatrixState,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor | None = None,
+    rates: Tensor | None = None,
 ) -> Tensor:
     """The outputs (B, N, H, V) of a rule that changes a matrix by outer products: S <- decay S + key w', and
     reads S' query. What is written, w, is the value; of a delta rule beta (value - S' key), with S after its
@@ -78,17 +86,18 @@ def matrix_rule(
         query: (B, N, H, K). key: (B, N, H, K). value: (B, N, H, V).
         decay: (B, N, H), or (B, N, H, K) for KDA.
         beta: (B, N, H) for a delta rule.
+        rates: (H, K, V) for a selective scan: the decay of an entry is e^(rate step), and ``decay`` are the
+            time steps (B, N, H, V).
     """
-    B, N, H, K = key.shape
-    committed = state.committed(value, (B, H, K, value.shape[3]))
+    B, _, H, K = key.shape
+    committed = state.committed(value, (B, H, K, value.shape[3]), rates)
     outputs = torch.empty_like(value)
     written = value if beta is None else torch.empty_like(value)
-    updates = Updates(decay, key, written)
-    factors = decay[..., None, None] if decay.dim() == 3 else decay[..., None]
+    updates = Updates(decay, key, written, rates)
 
     def step(before: Tensor, node: int) -> Tensor:
         if beta is not None:
-            seen = (before * factors[:, node] * key[:, node, :, :, None]).sum(dim=-2)
+            seen = (before * updates.factors(node) * key[:, node, :, :, None]).sum(dim=-2)
             written[:, node] = (value[:, node] - seen) * beta[:, node, :, None]
         after = updates.apply(before, node)
         outputs[:, node] = (after * query[:, node, :, :, None]).sum(dim=-2)
@@ -203,6 +212,58 @@ def _scan_of_one(
     return outputs[:, 0] if z is None else outputs[:, 0] * nn.functional.silu(z)
 
 
+def _selective_scan(
+    rule: MatrixRule,
+    state: MatrixState,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """The selective scan of Mamba over nodes: hidden_states, dt and z (B, V, N), A (V, K), B and C (B, K, N).
+    The channels are the columns of one matrix, in which each entry decays by itself."""
+    if delta_bias is not None:
+        dt = dt + delta_bias.to(dt.dtype)[:, None]
+    x, dt, B, C = (each.transpose(1, 2) for each in (hidden_states, dt, B, C))  # (B, N, V or K)
+    if delta_softplus:
+        dt = nn.functional.softplus(dt)
+    x, dt, B, C = _floats(x, dt, B, C)
+    of_one_head = (each[:, :, None] for each in (C, B, x * dt, dt))  # (B, N, 1, V or K)
+    outputs = rule(state, *of_one_head, rates=A.float().T[None].contiguous())[:, :, 0]  # (B, N, V)
+    if D is not None:
+        outputs = outputs + x * D.float()
+    if z is not None:
+        outputs = outputs * nn.functional.silu(z.transpose(1, 2))
+    return outputs.transpose(1, 2).to(hidden_states.dtype), outputs[:0]
+
+
+def _selective_scan_of_one(
+    rule: MatrixRule,
+    state: MatrixState,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """:func:`_selective_scan` as models call it for one token: without its dimension."""
+    x, dt, B, C = (each[..., None] for each in (hidden_states, dt, B, C))
+    gate = None if z is None else z[..., None]
+    outputs, _ = _selective_scan(rule, state, x, dt, A, B, C, D, gate, dt_bias, dt_softplus)
+    return outputs[..., 0]
+
+
 def _convolution_in_place(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """:func:`causal_convolution` where a model calls ``own``."""
 
@@ -244,6 +305,10 @@ CONVOLUTIONS = {
     "causal_conv1d_update": _single_convolution_in_place,
 }
 """What makes the function that is called in the place of one of this name in models of ``transformers``."""
+OF_THE_LAYER = "of the layer"
+"""The place of a state that a function is not given: it is that of the layer whose forward runs."""
+_scans_to_come: ContextVar[Iterator[Any] | None] = ContextVar("_scans_to_come", default=None)
+"""The states of the scans that the forward of the layer has yet to call; None where it has no cache."""
 MATRIX_RULES: dict[str, tuple[Callable[..., Any], str | int]] = {
     **dict.fromkeys(
         (
@@ -256,6 +321,8 @@ MATRIX_RULES: dict[str, tuple[Callable[..., Any], str | int]] = {
     ),
     "mamba2_chunk_scan": (_scan, "initial_states"),
     "mamba2_selective_state_update": (_scan_of_one, 0),
+    "mamba_selective_scan": (_selective_scan, OF_THE_LAYER),
+    "mamba_selective_state_update": (_selective_scan_of_one, 0),
 }
 """The function that is called in the place of one of this name, and the name or place of its state."""
 
@@ -263,15 +330,24 @@ MATRIX_RULES: dict[str, tuple[Callable[..., Any], str | int]] = {
 def _rule_in_place(name: str, own: Callable[..., Any], rule: MatrixRule) -> Callable[..., Any]:
     """One of :data:`MATRIX_RULES` where a model calls ``own`` with a state of ours."""
     function, state_name = MATRIX_RULES[name]
+    of_the_layer = state_name == OF_THE_LAYER
 
     @functools.wraps(own)
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        state = args[state_name] if isinstance(state_name, int) else kwargs.get(state_name)
-        return function(rule, *args, **kwargs) if isinstance(state, MatrixState) else own(*args, **kwargs)
+        if of_the_layer:
+            scans = _scans_to_come.get()
+            state = None if scans is None else next(scans, None)
+        else:
+            state = args[state_name] if isinstance(state_name, int) else kwargs.get(state_name)
+        if not isinstance(state, MatrixState):
+            return own(*args, **kwargs)
+        return function(rule, *([state] if of_the_layer else []), *args, **kwargs)
 
     return chosen
 
 
+CONVOLVED = frozenset({"ZayaCCAProjection"})
+"""Layers whose whole forward is :func:`medusa.base.convolved_attention.convolved_projection`."""
 ELEMENTWISE_NAMES = frozenset({"exp", "gelu", "sigmoid", "silu", "softplus", "tanh"})
 """Functions that torch computes with other code for the numbers after the last whole vector of a loop."""
 ELEMENTWISE = frozenset(
@@ -300,6 +376,11 @@ def keeps_states(kind: type[nn.Module]) -> bool:
     return not STATE_UPDATES.isdisjoint(_code_of(kind).co_names)
 
 
+def calls_scans(kind: type[nn.Module]) -> bool:
+    """Whether layers of this class run selective scans."""
+    return "mamba_selective_scan" in _code_of(kind).co_names
+
+
 def _code_of(kind: type[nn.Module]) -> Any:
     return cast(FunctionType, inspect.unwrap(kind.forward)).__code__
 
@@ -312,7 +393,7 @@ def unknown_rule(base: PreTrainedModel) -> str | None:
     """The class of a layer of ``base`` that keeps a state by a rule that is not known; None where there is
     none."""
     for kind in {type(module) for module in base.modules()}:
-        if keeps_states(kind):
+        if keeps_states(kind) and kind.__name__ not in CONVOLVED:
             names = {*_code_of(kind).co_names}
             has_matrix = "update_recurrent_state" in names
             if not (names & CONVOLUTIONS.keys()) or (has_matrix and not names & MATRIX_RULES.keys()):
@@ -368,18 +449,39 @@ def forward_with_rules(kind: Any, rule: MatrixRule) -> Callable[..., Any]:
     called = {*own.__code__.co_names}
     in_place = {name: CONVOLUTIONS[name](names[name]) for name in called & CONVOLUTIONS.keys()}
     in_place |= {name: _rule_in_place(name, names[name], rule) for name in called & MATRIX_RULES.keys()}
-    forward = FunctionType(
+    forward: Any = FunctionType(
         own.__code__, {**names, **in_place}, own.__name__, own.__defaults__, own.__closure__
     )
     forward.__kwdefaults__ = own.__kwdefaults__
+    if kind.__name__ in CONVOLVED:
+        forward = projection_in_place(forward, causal_convolution)
 
     @functools.wraps(own)
     def forward_of_rows(*args: Any, **kwargs: Any) -> Any:
         with RowwiseFunctions():
             return forward(*args, **kwargs)
 
-    forward_of_rows.has_rules = True  # type: ignore[attr-defined]
-    return forward_of_rows
+    @functools.wraps(own)
+    def forward_of_scans(*args: Any, **kwargs: Any) -> Any:
+        token = _scans_to_come.set(_scans_of(own, args, kwargs))
+        try:
+            return forward_of_rows(*args, **kwargs)
+        finally:
+            _scans_to_come.reset(token)
+
+    chosen = forward_of_scans if calls_scans(kind) else forward_of_rows
+    chosen.has_rules = True  # type: ignore[attr-defined]
+    return chosen
+
+
+def _scans_of(forward: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any] | None:
+    """The states of the scans of a layer whose ``forward`` is called so; None without a cache."""
+    names = forward.__code__.co_varnames
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    cache = arguments.get("cache", arguments.get("cache_params"))  # as transformers 5.24 calls it, and 5.17
+    if cache is None:
+        return None
+    return iter(states_of_scans(cache.layers[arguments[names[0]].layer_idx].recurrent_states[0]))
 
 
 def has_rules(base: PreTrainedModel) -> bool:

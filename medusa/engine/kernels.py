@@ -104,6 +104,7 @@ def kernels_unsupported_reason() -> str | None:
     torch.library.register_fake("medusa::tree_attention", _shape_of_attention, allow_override=True)
     torch.library.register_fake("medusa::quantised_rows", _shape_of_rows, allow_override=True)
     torch.library.register_fake("medusa::matrix_rule", _shapes_of_rule, allow_override=True)
+    torch.library.register_fake("medusa::rows_at", _shape_of_rows_at, allow_override=True)
     return None
 
 
@@ -243,8 +244,12 @@ def _shape_of_attention(
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
+def _shape_of_rows_at(before: Tensor, nodes: Tensor, places: Tensor) -> Tensor:
+    return before.new_empty(*places.shape, before.shape[2])
+
+
 def _shapes_of_rule(state: Tensor, *args: Tensor | None) -> tuple[Tensor, Tensor]:
-    *_, value, _, beta, _ = args
+    *_, value, _, beta, _, _ = args
     assert value is not None
     return torch.empty_like(value), value.new_empty(0 if beta is None else value.shape[0], *value.shape[1:])
 

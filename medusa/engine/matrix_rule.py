@@ -11,7 +11,13 @@ from medusa.base.recurrent import MatrixState, Updates
 
 
 def matrix_rule(
-    state: MatrixState, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None = None
+    state: MatrixState,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor | None = None,
+    rates: Tensor | None = None,
 ) -> Tensor:
     """:func:`medusa.base.recurrent_rules.matrix_rule`, in one operator."""
     B, _, H, K = key.shape
@@ -21,7 +27,7 @@ def matrix_rule(
     outputs, written = torch.ops.medusa.matrix_rule(
         before,
         state.place_of_last(),
-        *((None, None, None) if updates is None else updates),
+        *((None, None, None) if updates is None else updates[:3]),
         None if kept is None else kept.path,
         None if kept is None else kept.counts,
         query,
@@ -30,6 +36,7 @@ def matrix_rule(
         decay,
         beta,
         state.parents,
+        rates,
     )
     state.keep(Updates(decay, key, value if beta is None else written))
     return cast(Tensor, outputs)

@@ -37,7 +37,7 @@ from medusa.base.causal_lm import (
     rope_types,
     tree_inputs,
 )
-from medusa.base.recurrent import ConvolutionState, Paths, RowStates, StateLayer
+from medusa.base.recurrent import ConvolutionState, MatrixState, Paths, StateLayer
 from medusa.engine.programs import Part
 from medusa.trees.candidate_tree import CandidateTree
 
@@ -50,6 +50,7 @@ SELECTED = (6, 8)
 MOST_TOGETHER = 6
 """Layers of a group, at most. A program takes some 20 microseconds to call, and a layer more in it two
 seconds to compile."""
+STATES = (ConvolutionState, MatrixState)
 MOST_LAYERS = 1024
 """More layers than models have."""
 READ_ON_THE_HOST = ("dynamic", "longrope")
@@ -66,8 +67,8 @@ class CachePart:
     """Tensors of it that a program takes."""
     num_results: int
     """Tensors that it makes for it, behind the outputs of its layers."""
-    is_state: bool
-    """Whether it is a state, and not keys and values."""
+    kind: type
+    """Its class."""
 
 
 @dataclass
@@ -233,7 +234,7 @@ def _trial(view: CausalLM, calls: list[_LayerCall], num_rows: int, num_nodes: in
         of_parts.append([*itertools.chain(*tensors)])
         parts.append(
             [
-                CachePart(part.sizes, len(given), count, isinstance(part, RowStates))
+                CachePart(part.sizes, len(given), count, type(part))
                 for part, given, count in zip(layer, tensors, num_results, strict=True)
             ]
         )
@@ -243,14 +244,14 @@ def _trial(view: CausalLM, calls: list[_LayerCall], num_rows: int, num_nodes: in
 
 def _window_sizes(part: Any) -> list[int]:
     """The inputs that a node reads of a convolution, if ``part`` is the state of one that is in use."""
-    return [part.sizes[0][0] + 1] if isinstance(part, ConvolutionState) and part.sizes else []
+    return [part.sizes[0][0] + 1] if type(part) is ConvolutionState and part.sizes else []
 
 
 def _trial_tensors(part: Any, num_rows: int, num_nodes: int) -> list[Tensor]:
     """The tensors of one part of the cache in a trial, of a state as after another pass."""
     if not part.sizes:
         return []
-    if not isinstance(part, RowStates):
+    if type(part) not in STATES:
         return [*part.program_inputs()]
     state = type(part)(Paths())
     state.fill(part.sizes, torch.empty(num_rows, 0), num_nodes + OLD_NODES, num_nodes + OLD_LENGTH)
@@ -331,7 +332,8 @@ class _LayersAsFunction(nn.Module):
         slots = next(rest)
         paths = Paths()
         if self._keeps_states:
-            paths = Paths.of_tensors(next(rest), {size: next(rest) for size in self._window_sizes})
+            paths.rows_at = torch.ops.medusa.rows_at
+            paths.set_tensors(next(rest), {size: next(rest) for size in self._window_sizes})
         outputs: list[Tensor] = []
         results: list[Tensor] = []
         for call, taken, parts in zip(self._calls, self._takes, self._parts, strict=True):
@@ -358,17 +360,20 @@ class _LayerInProgram(StateLayer):
     def __init__(
         self, slots: Tensor, paths: Paths, parts: Sequence[CachePart], inputs: Iterator[Tensor]
     ) -> None:
-        super().__init__(paths, sum(part.is_state for part in parts) // 2)
+        kinds = [part.kind for part in parts]
+        num_states = kinds.count(ConvolutionState)
+        super().__init__(paths, num_states, kinds.count(MatrixState) // max(1, num_states))
         self.slots = slots
         self.entries: list[Tensor] = []
         self._used = []
         states = iter(self.states)
         for part in parts:
             tensors = [*itertools.islice(inputs, part.num_inputs)]
-            state = next(states) if part.is_state else None
-            if state is None:
+            if part.kind not in STATES:
                 self.entries = tensors
-            elif part.sizes:
+                continue
+            state = next(states)
+            if part.sizes:
                 state.take_inputs(tensors)
                 self._used.append(state)
 

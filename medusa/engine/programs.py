@@ -253,7 +253,12 @@ def _compiled_in(exported: torch.export.ExportedProgram, directory: Path) -> Pat
                 "AOTITorchError aoti_torch_cpu_matrix_rule(AtenTensorHandle, AtenTensorHandle, "
                 "AtenTensorHandle*, AtenTensorHandle*, AtenTensorHandle*, AtenTensorHandle*, "
                 "AtenTensorHandle*, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, "
-                "AtenTensorHandle*, AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle*)"
+                "AtenTensorHandle*, AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle*, "
+                "AtenTensorHandle*)"
+            ],
+            torch.ops.medusa.rows_at.default: [
+                "AOTITorchError aoti_torch_cpu_rows_at(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, "
+                "AtenTensorHandle*)"
             ],
         },
     }

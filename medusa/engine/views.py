@@ -22,6 +22,7 @@ from medusa.engine.kernels import (
     kernels_unsupported_reason,
     narrowest_dtype,
 )
+from medusa.engine.packed_columns import pack_columns
 from medusa.engine.packed_experts import PackedExperts, is_router, pack_router
 from medusa.engine.snapshot import alteration_of
 
@@ -60,6 +61,7 @@ def with_kernels(model: CausalLM, int8: bool, release: Callable[[Tensor], Tensor
                 setattr(parent, name, norm)
             elif type(child).__module__ in ACTIVATION_MODULES:
                 setattr(parent, name, RowwiseActivation(child))
+        pack_columns(parent, int8)
     if takes_tree_attention(model):
         model.set_attn_implementation(TREE_ATTENTION[_attention_of(model)])
     return model.eval()

@@ -348,6 +348,7 @@ def _qwen35(
         "rope.dimension_count": 64,
         "rope.dimension_sections": [11, 11, 10, 0],
         "rope.freq_base": 10000000.0,
+        "attention.head_count_kv": heads[1],
         "nextn_predict_layers": 1,
     }
     attention = (*range(3, num_layers, 4), num_layers)
@@ -385,11 +386,10 @@ HYBRIDS = {
 
 
 def write_hybrid(name: str, target: Path) -> None:
-    """A hybrid of :data:`HYBRIDS` as a GGUF file without a tokenizer; matrices as in :func:`write_mixture`."""
+    """A hybrid of :data:`HYBRIDS` as a GGUF file, in the way of :func:`write_mixture`."""
     hybrid = HYBRIDS[name]
-    of_layers = [
-        hybrid.num_key_value_heads if layer in hybrid.attention else 0 for layer in range(hybrid.num_layers)
-    ]
+    num_heads = hybrid.num_key_value_heads
+    of_layers = [num_heads if layer in hybrid.attention else 0 for layer in range(hybrid.num_layers)]
     keys = {
         "block_count": hybrid.num_layers,
         "context_length": 8192,

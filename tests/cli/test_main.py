@@ -263,10 +263,10 @@ def test_info_lists_the_places_that_trees_were_tuned_at(capsys, tmp_path):
             },
         ),
         (
-            lambda: tiny_stateful_model("jamba"),
+            lambda: tiny_stateful_model("minimax"),
             {
-                "decodes": "no: JambaForCausalLM has layers that change their state by a rule of their own "
-                "(JambaMambaMixer), so no draft can be verified on it; use its own generate"
+                "decodes": "no: MiniMaxForCausalLM takes no cache but its own, so no draft can be verified "
+                "on it; use its own generate"
             },
         ),
     ],

@@ -355,6 +355,37 @@ PATHS = [path for path in BUSHY.topology(torch.device("cpu")).lineage[0].tolist(
     "rule", [recurrent_rules.matrix_rule, matrix_rule.matrix_rule], ids=["torch", "kernel"]
 )
 @pytest.mark.parametrize("sizes", [(1, 4, 3), (3, 20, 33), (2, 128, 64)])
+def test_a_selective_scan_is_that_of_its_paper(rule, sizes):
+    """Equation 2 of arXiv 2312.00752, with its discretisation, written down for one head."""
+    lanes()  # loads the kernels
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape):
+        return torch.rand(shape, generator=generator)
+
+    N = 7
+    H, K, V = sizes
+    C, B, x, steps, A = (
+        drawn(1, N, H, K),
+        drawn(1, N, H, K),
+        drawn(1, N, H, V),
+        drawn(1, N, H, V),
+        -drawn(H, K, V),
+    )
+    actual = rule(state_of(N), C, B, x * steps, steps, rates=A)
+    for head in range(H):
+        S = torch.zeros(K, V)
+        for n in range(N):
+            step = steps[0, n, head]
+            S = torch.exp(step * A[head]) * S + torch.outer(B[0, n, head], step * x[0, n, head])
+            torch.testing.assert_close(actual[0, n, head], S.T @ C[0, n, head])
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "rule", [recurrent_rules.matrix_rule, matrix_rule.matrix_rule], ids=["torch", "kernel"]
+)
+@pytest.mark.parametrize("sizes", [(1, 4, 3), (3, 20, 33), (2, 128, 64)])
 def test_the_rules_are_those_of_their_papers(rule, sizes):
     """The gated delta rule, KDA and the state-space rule, written down for one head."""
     lanes()  # loads the kernels

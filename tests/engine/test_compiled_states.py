@@ -1,4 +1,4 @@
-"""Compiled passes of bases that keep a state: the text is that of plain decoding, and of the general steps'."""
+"""Compiled passes of bases that keep a state: the text is that of plain decoding, and of general steps."""
 
 from __future__ import annotations
 

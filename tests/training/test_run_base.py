@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ARCHITECTURES, tiny_model
-from stateful_models import stateful_model
+from stateful_models import DECODABLE, stateful_model
 from tiny_training import chat_tokenizer, configuration_of, counting_rows, save_tiny_base, write_rows
 from transformers import (
     AutoModelForCausalLM,
@@ -252,7 +252,27 @@ def test_a_base_that_does_not_scale_has_scale_1(name):
     assert logit_scale(tiny_model(name)) == 1  # gemma3 here caps its logits at 3
 
 
-def test_packing_is_refused_for_a_base_that_keeps_a_state():
+@pytest.mark.parametrize("model_type", DECODABLE)
+def test_packed_documents_have_the_states_that_they_have_alone_where_the_base_keeps_a_state(model_type):
+    """Ten documents in three rows, of which one fills its row, and short ones beside long ones."""
+    live = OnlineHiddenStates(stateful_model(model_type))
+    random = np.random.default_rng(1)
+    lengths = (30, 2, 17, 1, 4, 9, 3, 26, 5, 12)
+    drawn = [random.integers(3, 60, length).astype(np.int32) for length in lengths]
+    documents = Documents.of(Document(tokens, np.ones(len(tokens), dtype=bool)) for tokens in drawn)
+    check_packing(live, documents, DataOptions(data=["x"], packing=True))
+    rows = [[0], [1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    packed = live(collate(documents, rows), layers=(1,))
+    for row, states in zip(rows, packed, strict=True):
+        start = 0
+        for index in row:
+            alone = live(collate(documents, [[index]]), layers=(1,))[0]
+            torch.testing.assert_close(states[start : start + lengths[index]], alone, rtol=1e-3, atol=1e-4)
+            start += lengths[index]
+
+
+def test_packing_on_a_base_that_keeps_a_state_and_that_processes_share_is_refused(monkeypatch):
     live, packed = OnlineHiddenStates(stateful_model("lfm2")), DataOptions(data=["x"], packing=True)
-    with pytest.raises(ValueError, match="Lfm2ForCausalLM keeps a state, which goes on from a document"):
+    monkeypatch.setattr(live, "is_shared", True)
+    with pytest.raises(ValueError, match="Lfm2ForCausalLM keeps a state, so each is read by itself"):
         check_packing(live, documents_of(), packed)

@@ -1,6 +1,7 @@
 // The rules of layers that keep a matrix for each head, medusa.base.recurrent_rules in one operator: a token
 // changes it by an outer product, S <- decay S + key written', and reads it, output = S' query. What is written
-// is the token's value, or for a delta rule beta (value - S' key), with S after its decay.
+// is the token's value, or for a delta rule beta (value - S' key), with S after its decay. In a selective scan
+// each entry decays by itself, by e^(rate step) with a time step for each column.
 //
 // Columns of S do not know of each other, so a slice of some columns goes through all tokens in the first
 // cache. Multiplications and additions come in the same order for every token, however it is called.
@@ -42,13 +43,13 @@ void store_slice(float* to, const Slice& slice, int64_t width) {
 struct Tokens {
   const float *decay, *key, *written;
   int64_t count;   // of a row
-  int64_t decays;  // of a head: 1 or K
+  int64_t decays;  // of a head: 1 or K, or with rates V
 };
 
 struct Rule {
   int64_t H, K, V;
   Tokens pending, nodes;
-  const float *query, *beta;
+  const float *query, *beta, *rates;  // rates: of the entries of a head
   const int64_t *path, *num_pending;  // path: the pending nodes of each row, `path_length` places for them
   int64_t path_length;
   const int64_t* parents;  // of each row's nodes; none for a chain
@@ -56,13 +57,30 @@ struct Rule {
   float *state, *last, *outputs, *written;
 
   // S <- decay S + key written', for the K rows of a slice.
-  void apply(float* S, const Tokens& tokens, int64_t token, const Slice& written) const {
+  void apply(float* S, const Tokens& tokens, int64_t token, const Slice& written, int64_t column,
+             int64_t width) const {
+    if (rates) return apply_by_entry(S, tokens, token, written, column, width);
     const float *key = tokens.key + token * K, *decay = tokens.decay + token * tokens.decays;
     for (int64_t k = 0; k < K; k++) {
       Vec factor = splat(decay[tokens.decays > 1 ? k : 0]), weight = splat(key[k]);
       float* row = S + k * COLUMNS;
       for (int i = 0; i < VECTORS; i++)
         store(row + i * LANES, multiply_add(weight, written.of[i], load(row + i * LANES) * factor));
+    }
+  }
+
+  void apply_by_entry(float* S, const Tokens& tokens, int64_t token, const Slice& written, int64_t column,
+                      int64_t width) const {
+    const float *key = tokens.key + token * K, *of_head = rates + token % H * K * V + column;
+    Slice step = slice_of(tokens.decay + token * V + column, width);
+    for (int64_t k = 0; k < K; k++) {
+      Vec weight = splat(key[k]);
+      Slice rate = slice_of(of_head + k * V, width);
+      float* row = S + k * COLUMNS;
+      for (int i = 0; i < VECTORS; i++) {
+        Vec factor = exponential(rate.of[i] * step.of[i]);
+        store(row + i * LANES, multiply_add(weight, written.of[i], load(row + i * LANES) * factor));
+      }
     }
   }
 
@@ -97,13 +115,15 @@ struct Rule {
     float* states = at_line(scratch.of((parents ? N + 1 : 1) * size + 16));
     float* own = state + (row * H + head) * K * V + column;
     for (int64_t k = 0; k < K; k++) {
+      __builtin_prefetch(own + k * V + COLUMNS, 1);  // the next slice of this thread, a line of it
+      __builtin_prefetch(own + k * V + COLUMNS + 16, 1);
       Slice columns = slice_of(own + k * V, width);
       for (int i = 0; i < VECTORS; i++) store(states + k * COLUMNS + i * LANES, columns.of[i]);
     }
     int64_t count = num_pending ? num_pending[row] : 0;
     for (int64_t p = 0; p < count; p++) {
       int64_t token = (row * pending.count + path[row * path_length + p]) * H + head;
-      apply(states, pending, token, slice_of(pending.written + token * V + column, width));
+      apply(states, pending, token, slice_of(pending.written + token * V + column, width), column, width);
     }
     if (count) copy_out(own, states, width);
     for (int64_t n = 0; n < N; n++) {
@@ -119,7 +139,7 @@ struct Rule {
         value = correction(S, token, value);
         store_slice(written + token * V + column, value, width);
       }
-      apply(S, nodes, token, value);
+      apply(S, nodes, token, value, column, width);
       store_slice(outputs + token * V + column, read(S, token), width);
     }
     if (last) copy_out(last + (row * H + head) * K * V + column, states, width);
@@ -130,7 +150,9 @@ struct Rule {
   }
 };
 
-bool are_decays(const Tensor& decay, int64_t B, int64_t N, int64_t H, int64_t K) {
+// Whether `decay` has the shape of decays, or where there are rates that of time steps of V columns.
+bool are_decays(const Tensor& decay, int64_t B, int64_t N, int64_t H, int64_t K, int64_t V, bool has_rates) {
+  if (has_rates) return has_shape(decay, ScalarType::Float, {B, N, H, V});
   return has_shape(decay, ScalarType::Float, {B, N, H}) ||
          has_shape(decay, ScalarType::Float, {B, N, H, K});
 }
@@ -148,12 +170,12 @@ bool are_parents_of_chains(const Tensor& parents) {
 // key (B, P, H, K) and written (B, P, H, V) of all, of which each row has `num_kept` (B,), `path` (B, L). Then the
 // nodes of a tree, `parents` (1 or B, N), read query (B, N, H, K) from copies of it. The state after a chain is
 // written to `last`, unless that is `state` itself. Returns outputs (B, N, H, V), and what a delta rule with `beta`
-// (B, N, H) has written.
+// (B, N, H) has written. Of a selective scan `rates` (H, K, V) are at most 0, and decays are time steps (B, N, H, V).
 std::tuple<Tensor, Tensor> matrix_rule(Tensor state, Tensor last, std::optional<Tensor> old_decay,
                                        std::optional<Tensor> old_key, std::optional<Tensor> old_written,
                                        std::optional<Tensor> path, std::optional<Tensor> num_kept, Tensor query,
                                        Tensor key, Tensor value, Tensor decay, std::optional<Tensor> beta,
-                                       const Tensor& parents) {
+                                       const Tensor& parents, std::optional<Tensor> rates) {
   STD_TORCH_CHECK(state.dim() == 4 && value.dim() == 4, "state must be (B, H, K, V), value (B, N, H, V)");
   int64_t B = state.size(0), H = state.size(1), K = state.size(2), V = state.size(3), N = value.size(1);
   query = as_contiguous(query), key = as_contiguous(key), value = as_contiguous(value);
@@ -163,15 +185,16 @@ std::tuple<Tensor, Tensor> matrix_rule(Tensor state, Tensor last, std::optional<
   STD_TORCH_CHECK(has_shape(state, FLOAT, {B, H, K, V}) && has_shape(last, FLOAT, {B, H, K, V}),
                   "state and last must be contiguous float32, of one shape");
   bool fits = has_shape(query, FLOAT, {B, N, H, K}) && has_shape(key, FLOAT, {B, N, H, K}) &&
-              has_shape(value, FLOAT, {B, N, H, V}) && are_decays(decay, B, N, H, K) &&
-              has_shape_if_given(beta, FLOAT, {B, N, H});
+              has_shape(value, FLOAT, {B, N, H, V}) && are_decays(decay, B, N, H, K, V, !!rates) &&
+              has_shape_if_given(beta, FLOAT, {B, N, H}) && has_shape_if_given(rates, FLOAT, {H, K, V}) &&
+              !(beta && rates);
   STD_TORCH_CHECK(fits, "query and key must be (B, N, H, K), value (B, N, H, V), decay (B, N, H) or (B, N, H, K) "
-                        "and beta (B, N, H), all float32");
+                        "and beta (B, N, H), all float32; with rates (H, K, V) decay is (B, N, H, V), without beta");
   int64_t P = old_key ? old_key->size(1) : 0, L = path ? path->size(1) : 0;
   if (P) {
     old_decay = as_contiguous(*old_decay), old_key = as_contiguous(*old_key);
     old_written = as_contiguous(*old_written), path = as_contiguous(*path);
-    bool old_fits = are_decays(*old_decay, B, P, H, K) && has_shape(*old_key, FLOAT, {B, P, H, K}) &&
+    bool old_fits = are_decays(*old_decay, B, P, H, K, V, !!rates) && has_shape(*old_key, FLOAT, {B, P, H, K}) &&
                     has_shape(*old_written, FLOAT, {B, P, H, V}) && are_indices(*path, {B, L}, 0, P) &&
                     are_indices(*num_kept, {B}, 0, L + 1);
     STD_TORCH_CHECK(old_fits, "the last pass must have the shapes of this one, and its path must name its nodes");
@@ -190,7 +213,7 @@ std::tuple<Tensor, Tensor> matrix_rule(Tensor state, Tensor last, std::optional<
                {numbers<float>(old_decay), numbers<float>(old_key), numbers<float>(old_written), P,
                 P && old_decay->dim() == 4 ? K : 1},
                {numbers<float>(decay), numbers<float>(key), numbers<float>(value), N, decay.dim() == 4 ? K : 1},
-               numbers<float>(query), numbers<float>(beta),
+               numbers<float>(query), numbers<float>(beta), numbers<float>(rates),
                numbers<int64_t>(path), P ? numbers<int64_t>(num_kept) : nullptr, L,
                is_chain ? nullptr : numbers<int64_t>(parents), parent_rows,
                numbers<float>(state), keeps_last ? numbers<float>(last) : nullptr,
@@ -203,6 +226,27 @@ std::tuple<Tensor, Tensor> matrix_rule(Tensor state, Tensor last, std::optional<
     }
   });
   return {outputs, written};
+}
+
+// The rows at `places` (B, L) among `before` (B, M, C) float32, followed by `nodes` (B, N, C): (B, L, C).
+Tensor rows_at(const Tensor& before, const Tensor& nodes, const Tensor& places) {
+  auto FLOAT = ScalarType::Float;
+  STD_TORCH_CHECK(before.dim() == 3 && nodes.dim() == 3 && places.dim() == 2, "rows_at takes (B, M, C), (B, N, C), (B, L)");
+  int64_t B = before.size(0), M = before.size(1), C = before.size(2), N = nodes.size(1), L = places.size(1);
+  Tensor first = as_contiguous(before), rest = as_contiguous(nodes), at = as_contiguous(places);
+  STD_TORCH_CHECK(has_shape(first, FLOAT, {B, M, C}) && has_shape(rest, FLOAT, {B, N, C}),
+                  "inputs must be float32, of as many rows and channels before the pass and in it");
+  STD_TORCH_CHECK(are_indices(at, {B, L}, 0, M + N), "places must be below M + N, (B, L) long");
+  Tensor rows = new_tensor({B, L, C}, FLOAT);
+  parallel_for(B * L, std::max<int64_t>(1, 65536 / C), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      int64_t row = i / L, place = numbers<int64_t>(at)[i];
+      const float* from = place < M ? numbers<float>(first) + (row * M + place) * C
+                                    : numbers<float>(rest) + (row * N + place - M) * C;
+      std::memcpy(numbers<float>(rows) + i * C, from, C * sizeof(float));
+    }
+  });
+  return rows;
 }
 
 }  // namespace medusa

@@ -36,10 +36,11 @@ Tensor tree_attention_in_eager_pass(const Tensor& query, const Tensor& key, cons
 std::tuple<Tensor, Tensor> matrix_rule_in_eager_pass(
     Tensor state, Tensor last, std::optional<Tensor> old_decay, std::optional<Tensor> old_key,
     std::optional<Tensor> old_written, std::optional<Tensor> path, std::optional<Tensor> num_kept, Tensor query,
-    Tensor key, Tensor value, Tensor decay, std::optional<Tensor> beta, Tensor parents) {
+    Tensor key, Tensor value, Tensor decay, std::optional<Tensor> beta, Tensor parents,
+    std::optional<Tensor> rates) {
   in_compiled_pass(false);
   return matrix_rule(state, last, old_decay, old_key, old_written, path, num_kept, query, key, value, decay,
-                     beta, parents);
+                     beta, parents, rates);
 }
 
 }  // namespace
@@ -77,7 +78,8 @@ STABLE_TORCH_LIBRARY(medusa, m) {
   m.def(
       "matrix_rule(Tensor(a!) state, Tensor(b!) last, Tensor? old_decay, Tensor? old_key, Tensor? old_written,"
       " Tensor? path, Tensor? num_kept, Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta,"
-      " Tensor parents) -> (Tensor, Tensor)");
+      " Tensor parents, Tensor? rates) -> (Tensor, Tensor)");
+  m.def("rows_at(Tensor before, Tensor nodes, Tensor places) -> Tensor");
   // drafts
   m.def("remember(Tensor(a!) ring, Tensor(b!) latest, int total, Tensor text) -> int");
   m.def(
@@ -118,6 +120,7 @@ STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
   m.impl("tree_attention", TORCH_BOX(&medusa::tree_attention_in_eager_pass));
   m.impl("seen_slots", TORCH_BOX(&medusa::seen_slots));
   m.impl("matrix_rule", TORCH_BOX(&medusa::matrix_rule_in_eager_pass));
+  m.impl("rows_at", TORCH_BOX(&medusa::rows_at));
   m.impl("remember", TORCH_BOX(&medusa::remember));
   m.impl("continuations", TORCH_BOX(&medusa::continuations));
   m.impl("grow", TORCH_BOX(&medusa::grow));
@@ -208,17 +211,23 @@ AOTITorchError aoti_torch_cpu_matrix_rule(AtenTensorHandle state, AtenTensorHand
                                           AtenTensorHandle* old_written, AtenTensorHandle* path,
                                           AtenTensorHandle* num_kept, AtenTensorHandle query, AtenTensorHandle key,
                                           AtenTensorHandle value, AtenTensorHandle decay, AtenTensorHandle* beta,
-                                          AtenTensorHandle parents, AtenTensorHandle* outputs,
-                                          AtenTensorHandle* written) {
+                                          AtenTensorHandle parents, AtenTensorHandle* rates,
+                                          AtenTensorHandle* outputs, AtenTensorHandle* written) {
   using medusa::borrowed;
   return medusa::in_c([&] {
     auto [given_outputs, given_written] = medusa::matrix_rule(
         borrowed(state), borrowed(last), borrowed(old_decay), borrowed(old_key), borrowed(old_written),
         borrowed(path), borrowed(num_kept), borrowed(query), borrowed(key), borrowed(value), borrowed(decay),
-        borrowed(beta), borrowed(parents));
+        borrowed(beta), borrowed(parents), borrowed(rates));
     aoti_torch_new_tensor_handle(given_outputs.get(), outputs);
     return aoti_torch_new_tensor_handle(given_written.get(), written);
   });
+}
+AOTITorchError aoti_torch_cpu_rows_at(AtenTensorHandle before, AtenTensorHandle nodes, AtenTensorHandle places,
+                                      AtenTensorHandle* to) {
+  using medusa::borrowed;
+  return medusa::handed_out(
+      to, [&] { return medusa::rows_at(borrowed(before), borrowed(nodes), borrowed(places)); });
 }
 }  // extern "C"
 #pragma GCC visibility pop

@@ -50,7 +50,8 @@ std::tuple<Tensor, Tensor> matrix_rule(Tensor state, Tensor last, std::optional<
                                        std::optional<Tensor> old_key, std::optional<Tensor> old_written,
                                        std::optional<Tensor> path, std::optional<Tensor> num_kept, Tensor query,
                                        Tensor key, Tensor value, Tensor decay, std::optional<Tensor> beta,
-                                       const Tensor& parents);
+                                       const Tensor& parents, std::optional<Tensor> rates);
+Tensor rows_at(const Tensor& before, const Tensor& nodes, const Tensor& places);
 // dynamic_trees.cpp
 std::tuple<std::vector<Tensor>, bool> grow(
     Tensor logits, std::optional<Tensor> sharpness, std::optional<Tensor> noise,

@@ -26,7 +26,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from medusa.base.causal_lm import CausalLM, decoder_layers, hidden_states, lm_head, vocab_size
+from medusa.base.causal_lm import CausalLM, decoder_layers, lm_head, vocab_size
 from medusa.heads.adapter import Adapter, injected, linear_sizes, peft_library
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.training.config import JointOptions, TrainingConfiguration
@@ -43,6 +43,7 @@ from medusa.training.losses import (
     teacher_of,
 )
 from medusa.training.recipes.recipe import HeadsLoss, Recipe, RunState, new_heads
+from medusa.training.states.apart import hidden_states_apart
 from medusa.training.states.stored import HiddenStateSource
 
 
@@ -311,9 +312,7 @@ class _JointLoss(nn.Module):
     def _states(self, padded: PaddedBatch) -> Tensor:
         """(P, (1 + L) * D), of the base as it is now."""
         layers = self.heads_loss.heads.aux_layers
-        states = hidden_states(
-            self._adapted.base, padded.input_ids, position_ids=padded.positions, layers=layers
-        )
+        states = hidden_states_apart(self._adapted.base, padded.input_ids, padded.positions, layers)
         return states.flatten(0, 1)
 
 

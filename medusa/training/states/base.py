@@ -18,7 +18,6 @@ from medusa.base.architecture_check import check_decodable
 from medusa.base.causal_lm import (
     CausalLM,
     context_length,
-    hidden_states,
     lm_head,
     lm_head_device,
     longrope_threshold,
@@ -31,6 +30,7 @@ from medusa.engine.views import packed_as
 from medusa.training.config import BaseOptions, DataOptions
 from medusa.training.data.batching import PaddedBatch, collate
 from medusa.training.data.dataset import Document, Documents
+from medusa.training.states.apart import hidden_states_apart
 
 _NUM_PACKED = 3
 """Documents of the row on which packing is tried."""
@@ -53,6 +53,9 @@ def own_arithmetic(base: CausalLM) -> AbstractContextManager[Any]:
 class OnlineHiddenStates:
     """Hidden states of a base that this process runs by itself, on one device or on several."""
 
+    is_shared = False
+    """Whether several processes must run it equally often."""
+
     def __init__(self, base: CausalLM):
         self.base = base
 
@@ -60,7 +63,7 @@ class OnlineHiddenStates:
         """States (B, T, (1 + L) * D) of a micro-batch, without gradients."""
         padded = padded.to(self.base.device)
         with torch.no_grad(), own_arithmetic(self.base):
-            return hidden_states(self.base, padded.input_ids, position_ids=padded.positions, layers=layers)
+            return hidden_states_apart(self.base, padded.input_ids, padded.positions, layers)
 
     def finish(self) -> None:
         """Take part in the other processes' forward passes until none has a micro-batch left."""
@@ -71,6 +74,8 @@ class _SharedHiddenStates(OnlineHiddenStates):
 
     All of them must call it, equally often, or :meth:`finish` before they do something else.
     """
+
+    is_shared = True
 
     def __init__(self, base: CausalLM, reads_alike: bool, timeout_minutes: float):
         """``reads_alike``: True for tensor parallel (all ranks run each rank's batch in turn), False for
@@ -302,17 +307,18 @@ def check_packing(live: OnlineHiddenStates, documents: Documents, options: DataO
     """Raise ValueError when documents that share a row see each other.
 
     Whether a restart of the position ids separates documents depends on the architecture, and no property
-    declares it (recurrent states are never reset). So some documents are read in rows of their own and packed
-    in one row, and the results are compared.
+    declares it. So some documents are read in rows of their own and packed in one row, and the results are
+    compared.
     """
     if not options.packing or len(documents) < 2:
         return
     name = type(live.base).__name__
     switch = longrope_threshold(live.base)
-    if is_recurrent(live.base):
+    if is_recurrent(live.base) and live.is_shared:
         raise ValueError(
-            f"packing must separate documents, and {name} keeps a state, which goes on from a document of "
-            "a row to the next; pass --packing false"
+            f"packing must separate documents, and {name} keeps a state, so each is read by itself, in as "
+            "many passes as they need, and processes that share one base must have equally many; pass "
+            "--packing false"
         )
     if switch is not None and options.max_length > switch:
         raise ValueError(
