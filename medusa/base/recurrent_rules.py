@@ -130,6 +130,7 @@ def _floats(*tensors: Tensor) -> list[Tensor]:
 
 def _normed(x: Tensor, is_reciprocal: bool) -> Tensor:
     """``x`` over its length, as the models of either rule compute it."""
+    x = x.contiguous()  # torch adds in another order where the last dimension is not; convolutions vary it
     length = (x * x).sum(dim=-1, keepdim=True) + 1e-6
     return x * torch.rsqrt(length) if is_reciprocal else x / torch.sqrt(length)
 
