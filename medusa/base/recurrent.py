@@ -164,7 +164,7 @@ class ConvolutionState:
 
 @dataclass(frozen=True)
 class Updates:
-    """The changes that tokens made to the matrices of their heads: S <- decay S + key written'."""
+    """What tokens did to the matrices of their heads: S <- decay S + key written'."""
 
     decay: Tensor
     """(B, N, H) or (B, N, H, K) float32; of a selective scan a time step for each column, (B, N, H, V)."""
@@ -231,7 +231,7 @@ class MatrixState:
         self._paths = paths
         self._committed: Tensor | None = None  # (B, H, K, V) float32, without the pending updates
         self.pending: Updates | None = None
-        """The updates of committed tokens that the matrix lacks."""
+        """What committed tokens did that the matrix lacks."""
         self.num_pending: Tensor | None = None
         """(B,) long: how many of these each row has."""
         self._nodes: Updates | None = None  # of the last pass
