@@ -124,6 +124,7 @@ def _floats(*tensors: Tensor) -> list[Tensor]:
 
 def _normed(x: Tensor, is_reciprocal: bool) -> Tensor:
     """``x`` over its length, as the models of either rule compute it."""
+    x = x.contiguous()  # torch adds in another order where the last dimension is not; convolutions vary it
     length = (x * x).sum(dim=-1, keepdim=True) + 1e-6
     return x * torch.rsqrt(length) if is_reciprocal else x / torch.sqrt(length)
 
@@ -304,7 +305,7 @@ CONVOLUTIONS = {
     "causal_conv1d_fn": _convolution_in_place,
     "causal_conv1d_update": _single_convolution_in_place,
 }
-"""What makes the function that is called in the place of one of this name in models of ``transformers``."""
+"""The makers of functions that are called in the place of ``transformers``' own, by name."""
 OF_THE_LAYER = "of the layer"
 """The place of a state that a function is not given: it is that of the layer whose forward runs."""
 _scans_to_come: ContextVar[Iterator[Any] | None] = ContextVar("_scans_to_come", default=None)
@@ -356,7 +357,7 @@ ELEMENTWISE = frozenset(
     for name in ELEMENTWISE_NAMES
     if hasattr(home, name)
 )
-"""The same under all names that a model may call them by."""
+"""These functions, under all names that a model may call them by."""
 
 
 class RowwiseFunctions(TorchFunctionMode):

@@ -25,10 +25,12 @@ from medusa.base.causal_lm import (
     prefill,
     verify,
     vocab_size,
+    with_rules,
 )
 from medusa.base.recurrent import is_recurrent
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext, Drafter
+from medusa.engine.matrix_rule import matrix_rule
 from medusa.engine.views import packed_unsupported_reason, view_of
 from medusa.trees.candidate_tree import CandidateTree
 
@@ -145,10 +147,15 @@ class SelfDrafter(LevelDrafter):
         return vocab_size(self.cheaper)
 
     def logits_after(self, context: DraftContext, tokens: Tensor, nodes: slice) -> Tensor:
-        _, logits = verify(
-            self.cheaper, tokens[:, nodes], self.topology, context.cache, first_node=nodes.start
-        )
-        return logits
+        if not is_recurrent(self.cheaper):
+            _, logits = verify(
+                self.cheaper, tokens[:, nodes], self.topology, context.cache, first_node=nodes.start
+            )
+            return logits
+        # a state is kept for committed text alone, so each pass runs from the root down
+        topology = self.topology.first(nodes.stop)
+        _, logits = verify(self.cheaper, tokens[:, : nodes.stop], topology, context.cache)
+        return logits[:, nodes]
 
 
 class LowPrecisionDrafter(SelfDrafter):
@@ -172,7 +179,7 @@ def early_exit(base: CausalLM, num_layers: int) -> CausalLM:
     del decoder_layers(shallow)[num_layers:]
     text = shallow.config.get_text_config(decoder=True)  # one object, which all modules of the copy read
     text.num_hidden_layers = num_layers
-    if getattr(text, "layer_types", None):
+    if vars(text).get("layer_types"):  # some compute theirs
         text.layer_types = text.layer_types[:num_layers]
     return shallow.eval()
 
@@ -186,4 +193,4 @@ def low_precision(base: CausalLM) -> CausalLM:
     requirement = packed_unsupported_reason(base)
     if requirement is not None:
         raise ValueError(f"low-precision drafting needs {requirement}")
-    return view_of(base, int8=True)
+    return with_rules(view_of(base, int8=True), matrix_rule)

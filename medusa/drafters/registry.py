@@ -54,7 +54,6 @@ from medusa.trees.candidate_tree import CandidateTree
 DEFAULT_DRAFT_LENGTH = 4
 MAX_OPTIONAL_NODES = 12
 """Nodes that the default may verify beyond its tree, where text is copied."""
-NO_STATE = "a base whose layers are all attention: this one's states cannot forget its own guesses"
 
 
 def tree_of(settings: DrafterSettings, default_length: int = DEFAULT_DRAFT_LENGTH) -> CandidateTree:
@@ -202,8 +201,6 @@ def _missing_draft_model(host: DraftHost, settings: DrafterSettings) -> str | No
 
 
 def _missing_exit_layer(host: DraftHost, settings: DrafterSettings) -> str | None:
-    if host.profile.keeps_state:
-        return NO_STATE
     if settings.exit_layer is not None:  # there is no good default
         return None
     num_layers = host.base.config.get_text_config(decoder=True).num_hidden_layers
@@ -230,9 +227,7 @@ DRAFTERS: dict[str, NamedDrafter] = {
         NamedDrafter(
             "low-precision",
             lambda host, settings: LowPrecisionDrafter(low_precision(host.base), tree_of(settings)),
-            lambda host, settings: (
-                NO_STATE if host.profile.keeps_state else packed_unsupported_reason(host.base)
-            ),
+            lambda host, settings: packed_unsupported_reason(host.base),
         ),
         NamedDrafter("plain", lambda host, settings: PlainDrafter()),
     )

@@ -35,8 +35,8 @@ def hidden_states_apart(
         columns = torch.arange(int(lengths[group].max()), device=tokens.device)
         is_text = columns < lengths[group, None]  # (documents, T')
         of_group = starts[group, None] + columns
-        read = torch.where(is_text, tokens[of_group.clamp(max=len(tokens) - 1)], 0)
-        of_documents = hidden_states(base, read, position_ids=columns.expand_as(read), layers=layers)
+        inputs = torch.where(is_text, tokens[of_group.clamp(max=len(tokens) - 1)], 0)
+        of_documents = hidden_states(base, inputs, position_ids=columns.expand_as(inputs), layers=layers)
         states.append(of_documents[is_text])
         places.append(of_group[is_text])
     return torch.cat(states)[torch.cat(places).argsort()].unflatten(0, input_ids.shape)
