@@ -18,6 +18,7 @@ namespace {
 
 constexpr int64_t COLUMNS = 32;  // of a slice
 constexpr int VECTORS = COLUMNS / LANES;
+constexpr int64_t PARTS = 4;  // of a sum
 
 struct Slice {
   Vec of[VECTORS];
@@ -84,35 +85,38 @@ struct Rule {
     }
   }
 
-  // What a delta rule writes: beta (value - (decay S)' key).
-  Slice correction(const float* S, int64_t token, const Slice& value) const {
-    const float *key = nodes.key + token * K, *decay = nodes.decay + token * nodes.decays;
-    Slice seen = {};
-    for (int64_t k = 0; k < K; k++) {
-      Vec factor = splat(decay[nodes.decays > 1 ? k : 0]), weight = splat(key[k]);
-      const float* row = S + k * COLUMNS;
+  // S' weights. Sums are in parts, since an addition waits for the one before it.
+  Slice read(const float* S, const float* weights) const {
+    Slice sums[PARTS] = {};
+    auto add = [&](int64_t k, Slice& sum) {
+      Vec weight = splat(weights[k]);
       for (int i = 0; i < VECTORS; i++)
-        seen.of[i] = multiply_add(weight, load(row + i * LANES) * factor, seen.of[i]);
-    }
-    for (int i = 0; i < VECTORS; i++) seen.of[i] = (value.of[i] - seen.of[i]) * beta[token];
-    return seen;
+        sum.of[i] = multiply_add(weight, load(S + k * COLUMNS + i * LANES), sum.of[i]);
+    };
+    int64_t whole = K - K % PARTS;
+    for (int64_t k = 0; k < whole; k += PARTS)
+      for (int64_t part = 0; part < PARTS; part++) add(k + part, sums[part]);
+    for (int64_t k = whole; k < K; k++) add(k, sums[0]);
+    for (int i = 0; i < VECTORS; i++)
+      sums[0].of[i] = (sums[0].of[i] + sums[1].of[i]) + (sums[2].of[i] + sums[3].of[i]);
+    return sums[0];
   }
 
-  Slice read(const float* S, int64_t token) const {
-    Slice output = {};
-    for (int64_t k = 0; k < K; k++) {
-      Vec weight = splat(query[token * K + k]);
-      for (int i = 0; i < VECTORS; i++)
-        output.of[i] = multiply_add(weight, load(S + k * COLUMNS + i * LANES), output.of[i]);
-    }
-    return output;
+  // What a delta rule writes: beta (value - (decay S)' key).
+  Slice correction(const float* S, int64_t token, const Slice& value, float* decayed_key) const {
+    const float *key = nodes.key + token * K, *decay = nodes.decay + token * nodes.decays;
+    for (int64_t k = 0; k < K; k++) decayed_key[k] = key[k] * decay[nodes.decays > 1 ? k : 0];
+    Slice seen = read(S, decayed_key);
+    for (int i = 0; i < VECTORS; i++) seen.of[i] = (value.of[i] - seen.of[i]) * beta[token];
+    return seen;
   }
 
   // All tokens of a row, for `width` columns of a head from `column` on.
   void run(int64_t row, int64_t head, int64_t column, int64_t width) const {
     static thread_local Scratch scratch;
     int64_t size = K * COLUMNS, N = nodes.count;
-    float* states = at_line(scratch.of((parents ? N + 1 : 1) * size + 16));
+    float* decayed_key = at_line(scratch.of(K + 16 + (parents ? N + 1 : 1) * size + 16));
+    float* states = at_line(decayed_key + K);
     float* own = state + (row * H + head) * K * V + column;
     for (int64_t k = 0; k < K; k++) {
       __builtin_prefetch(own + k * V + COLUMNS, 1);  // the next slice of this thread, a line of it
@@ -136,11 +140,11 @@ struct Rule {
       int64_t token = (row * N + n) * H + head;
       Slice value = slice_of(nodes.written + token * V + column, width);
       if (beta) {
-        value = correction(S, token, value);
+        value = correction(S, token, value, decayed_key);
         store_slice(written + token * V + column, value, width);
       }
       apply(S, nodes, token, value, column, width);
-      store_slice(outputs + token * V + column, read(S, token), width);
+      store_slice(outputs + token * V + column, read(S, query + token * K), width);
     }
     if (last) copy_out(last + (row * H + head) * K * V + column, states, width);
   }
