@@ -31,8 +31,10 @@ from starlette.exceptions import HTTPException
 
 import medusa
 from medusa.conversations import check_keepable
+from medusa.serving.dialects import Dialect
 from medusa.serving.gate import MAX_UNREAD, PAGE_SCRIPTS, Gate, answer_of
-from medusa.serving.replies import DONE, LlamaReplies, Replies, RequestError, usage_of
+from medusa.serving.messages import MessagesRequest
+from medusa.serving.replies import DONE, LlamaReplies, Replies, RequestError, StreamedReplies, usage_of
 from medusa.serving.requests import (
     Body,
     ChatRequest,
@@ -47,12 +49,11 @@ from medusa.serving.requests import (
     message_of,
     most_specific_error,
 )
-from medusa.serving.responses import ResponseReplies, ResponsesRequest, rename_error_fields, responses_name
+from medusa.serving.responses import ResponsesRequest
 from medusa.serving.service import Service, overloaded, shutting_down
 from medusa.serving.settings import AccessOptions
 from medusa.serving.worker import Answer, Update
 
-AnyReplies = Replies | LlamaReplies | ResponseReplies
 log = logging.getLogger("medusa.serving")
 BODY_SECONDS = 30.0
 """Seconds to receive a body."""
@@ -149,12 +150,29 @@ def create_application(service: Service, access: AccessOptions) -> FastAPI:
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
-        try:
+        with _own_words(ResponsesRequest):
             return await endpoints.answered(request, ResponsesRequest)
-        except RequestError as error:
-            raise rename_error_fields(error) from error
+
+    @app.post("/v1/messages")
+    async def respond_as_anthropic(request: Request) -> Response:
+        with _own_words(MessagesRequest):
+            return await endpoints.answered(request, MessagesRequest)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Any:
+        with _own_words(MessagesRequest):
+            return await endpoints.computed(request, MessagesRequest, service.num_tokens)
 
     return app
+
+
+@contextlib.contextmanager
+def _own_words(kind: type[Dialect]) -> Iterator[None]:
+    """Names fields in errors as this dialect does."""
+    try:
+        yield
+    except RequestError as error:
+        raise kind.own_error(error) from error
 
 
 def _page_headers(page: str) -> dict[str, str]:
@@ -211,7 +229,7 @@ def _checked(raw: bytes, kind: Any) -> Any:
     try:
         check_keepable(body, "the body", MAX_DEPTH)
         request = kind.model_validate(body)
-        if isinstance(request, ResponsesRequest):
+        if isinstance(request, Dialect):
             _ = request.chat  # raises errors of the chat fields here
         return request
     except ValidationError as error:
@@ -265,7 +283,7 @@ class _Endpoints:
         return await self._run(self.preparing, work, request)
 
     async def answered(
-        self, http_request: Request, kind: type[ChatRequest | CompletionRequest | ResponsesRequest]
+        self, http_request: Request, kind: type[ChatRequest | CompletionRequest | Dialect]
     ) -> Response:
         """The answers to a request of this kind, whole or as a stream."""
         service = self.service
@@ -309,18 +327,16 @@ class _Endpoints:
             end()
 
     def _read(
-        self, raw: bytes, kind: type[ChatRequest | CompletionRequest | ResponsesRequest]
+        self, raw: bytes, kind: type[ChatRequest | CompletionRequest | Dialect]
     ) -> tuple[Any, ChatRequest | CompletionRequest, list[str]]:
         """A body of this kind, the same as a chat or a completion, and the fields that nobody reads."""
         body = _checked(raw, kind)
-        request = body.chat if isinstance(body, ResponsesRequest) else body
-        unread = self.service.unread(request)
-        if isinstance(body, ResponsesRequest):
-            unread = [*dict.fromkeys([*body.unread(), *map(responses_name, unread)])]
-        return body, request, unread
+        request = body.asked
+        unread = [*body.unread(), *map(body.own_name, self.service.unread(request))]
+        return body, request, [*dict.fromkeys(unread)]
 
 
-def _whole(updates: Sequence[Sequence[Update]], replies: AnyReplies, record: _Record) -> JSONResponse:
+def _whole(updates: Sequence[Sequence[Update]], replies: StreamedReplies, record: _Record) -> JSONResponse:
     """The reply that is not streamed, once all updates of each answer are there.
 
     Raises:
@@ -356,14 +372,15 @@ class _PatientResponse(JSONResponse):
 
 def _replies(
     service: Service,
-    body: ChatRequest | CompletionRequest | ResponsesRequest,
+    body: ChatRequest | CompletionRequest | Dialect,
     request: ChatRequest | CompletionRequest,
     prompts: Sequence[Sequence[int]],
-) -> AnyReplies:
+) -> StreamedReplies:
     """The writer of replies of the requested kind."""
     name = request.model or service.names[0]
-    if isinstance(body, ResponsesRequest):
-        return ResponseReplies(body, name, service.tokenizer, service.reader(body.chat, prompts[0]))
+    if isinstance(body, Dialect):
+        reader = service.reader(body.chat, prompts[0])
+        return body.replies(name, service.tokenizer, reader, len(prompts[0]))
     if isinstance(request, LlamaInfillRequest):
         return LlamaReplies(request, name)
     echoed: list[str] = []
@@ -394,7 +411,7 @@ async def _events(
     request: ChatRequest | CompletionRequest,
     answers: Sequence[Answer],
     queue: asyncio.Queue[tuple[int, Update]],
-    replies: AnyReplies,
+    replies: StreamedReplies,
     record: _Record,
 ) -> AsyncIterator[str]:
     """Server-sent events, and comments where nothing has come for long, for which proxies wait."""
@@ -409,6 +426,8 @@ async def _events(
         except TimeoutError:
             num_read = sum(min(answer.row.num_read, len(answer.row.prompt)) for answer in answers)
             yield f": read {num_read} of {record.num_to_read}\n\n"
+            if replies.ping is not None:
+                yield _event(replies.ping)
             continue
         failure = _failure(update.finish_reason)
         for body in replies.part(index, update) if failure is None else ():

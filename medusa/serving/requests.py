@@ -34,6 +34,8 @@ from medusa.conversations import written_call
 MAX_STOPS, MAX_STOP_LENGTH = 16, 512
 MAX_CHOICES = 16
 MAX_TOOLS = 128
+MAX_FUNCTION_NAME = 256
+"""Characters of a function's name, behind that of its namespace."""
 MAX_MESSAGES, MAX_PARTS, MAX_CALLS = 2048, 1024, 128
 MAX_BIASES = 4096
 MAX_FIELDS, MAX_NAME = 512, 64
@@ -340,6 +342,16 @@ class SharedFields(Body):
         return stops
 
     @property
+    def asked(self) -> ChatRequest | CompletionRequest:
+        """The chat or the completion that this asks for."""
+        raise NotImplementedError
+
+    @classmethod
+    def own_name(cls, field: str) -> str:
+        """What a client calls this field of :attr:`asked`."""
+        return field
+
+    @property
     def num_logprobs(self) -> int | None:
         raise NotImplementedError
 
@@ -447,7 +459,7 @@ class OfferedFunction(Body):
 
     passes_extra_fields = True
 
-    name: Annotated[str, Field(min_length=1, max_length=64)]
+    name: Annotated[str, Field(min_length=1, max_length=MAX_FUNCTION_NAME)]
     parameters: Parameters | None = None
 
 
@@ -519,6 +531,10 @@ class ChatRequest(SharedFields, Rendering):
         return self
 
     @property
+    def asked(self) -> ChatRequest:
+        return self
+
+    @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -587,6 +603,10 @@ class CompletionRequest(SharedFields):
     @property
     def num_answers(self) -> int:
         return self.n * len(self.prompts)
+
+    @property
+    def asked(self) -> CompletionRequest:
+        return self
 
     @property
     def num_logprobs(self) -> int | None:

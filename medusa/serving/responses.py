@@ -5,39 +5,27 @@ Nothing is kept between requests: who goes on with a conversation sends all of i
 
 from __future__ import annotations
 
-import functools
 import time
-import uuid
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, field_validator, model_validator
 
-from medusa.serving.output_parser import OutputParser, Part
-from medusa.serving.replies import RequestError, read
+from medusa.serving.dialects import BlockReplies, Conversation, Dialect, new_identity
+from medusa.serving.output_parser import OutputParser
+from medusa.serving.replies import RequestError
 from medusa.serving.requests import (
     FIRST_ALONE,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
     Body,
-    ChatRequest,
     JsonSchema,
     Parameters,
-    SharedFields,
     TextPart,
     Whole,
     text_of,
 )
-from medusa.serving.worker import Update
-
-IN_WORDS_OF_CHAT = {
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-    "messages": "input",
-}
-"""Fields of a chat that have other names here."""
 
 
 class InputPart(TextPart):
@@ -123,6 +111,23 @@ class ReasoningOptions(Body):
     effort: Annotated[str, Field(max_length=40)] | None = None
 
 
+@dataclass(frozen=True)
+class ItemType:
+    """What a block is called."""
+
+    name: str
+    letters: str
+    """At the beginning of its id."""
+    text: str = ""
+    """The type of its text."""
+
+
+ITEM_TYPES = {
+    "text": ItemType("message", "msg", "output_text"),
+    "reasoning": ItemType("reasoning", "rs", "reasoning_text"),
+    "call": ItemType("function_call", "fc"),
+}
+"""The items of a response, by the kind of the block."""
 MAX_PAIRS = 16
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
@@ -134,13 +139,19 @@ def _few_pairs(metadata: Any) -> Any:
     return metadata
 
 
-class ResponsesRequest(SharedFields):
+class ResponsesRequest(Dialect):
     """``POST /v1/responses``. ``input`` is a conversation, or the user's message."""
+
+    names_of: ClassVar[dict[str, str]] = {
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+        "messages": "input",
+    }
 
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES), FIRST_ALONE]
     instructions: str | None = None
     max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
-    n: Literal[1] = 1
     tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS), FIRST_ALONE] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: StrictBool | None = None
@@ -160,13 +171,9 @@ class ResponsesRequest(SharedFields):
                 "this server keeps no answers; leave it out and send the whole conversation in input"
             )
 
-    @functools.cached_property
-    def chat(self) -> ChatRequest:
-        """The same as a chat."""
-        shared = {*SharedFields.model_fields} - {"n", "response_format"}
-        body = self.model_dump(include=shared, exclude_unset=True, by_alias=True)
-        body["messages"] = self._messages()
-        body |= {
+    def _chat_fields(self) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
             "parallel_tool_calls": self.parallel_tool_calls,
         }
@@ -185,56 +192,34 @@ class ResponsesRequest(SharedFields):
             body["response_format"] = self.text.format.for_chat
         if self.reasoning is not None:
             body["reasoning_effort"] = self.reasoning.effort
-        return ChatRequest.model_validate(body)
+        return body
 
     def _messages(self) -> list[dict[str, Any]]:
-        messages: list[dict[str, Any]] = []
+        conversation = Conversation()
         if self.instructions is not None:
-            messages.append({"role": "system", "content": self.instructions})
+            conversation.say("system", self.instructions)
         if isinstance(self.input, str):
-            return [*messages, {"role": "user", "content": self.input}]
-        thought = None
-        names = dict[str, str]()
+            conversation.say("user", self.input)
+            return conversation.messages
         for item in self.input:
             if item.type == "reasoning":
-                thought = text_of(item.content) or text_of(item.summary) or None
+                conversation.think(text_of(item.content) or text_of(item.summary))
             elif item.type == "function_call":
-                function = {"name": item.name, "arguments": item.arguments}
-                call = {"id": item.call_id, "function": function}
-                names[item.call_id or ""] = item.name or ""
-                if thought is not None or not (messages and messages[-1].get("tool_calls")):
-                    messages.append({"role": "assistant", "reasoning_content": thought, "tool_calls": []})
-                    thought = None
-                messages[-1]["tool_calls"].append(call)
+                conversation.call(item.call_id or "", item.name or "", item.arguments or "")
             elif item.type == "function_call_output":
-                named = {"tool_call_id": item.call_id, "name": names.get(item.call_id or "")}
-                messages.append({"role": "tool", "content": text_of(item.output), **named})
+                conversation.result(item.call_id or "", text_of(item.output))
             else:
-                message = {"role": item.role, "content": text_of(item.content)}
-                if item.role == "assistant":
-                    message["reasoning_content"] = thought
-                    thought = None
-                messages.append(message)
-        return messages
+                conversation.say(item.role, text_of(item.content))
+        return conversation.messages
+
+    def replies(
+        self, model_name: str, tokenizer: Any, reader: OutputParser, num_prompt: int
+    ) -> ResponseReplies:
+        return ResponseReplies(self, model_name, tokenizer, reader)
 
 
-def rename_error_fields(error: RequestError) -> RequestError:
-    """The error of a chat field, with the name of that field in this protocol."""
-    text = str(error)
-    for name, ours in IN_WORDS_OF_CHAT.items():
-        text = text.replace(name, ours)
-    return RequestError(
-        text, error.status, error.param and responses_name(error.param), error.code, error.retry_after
-    )
-
-
-def responses_name(field: str) -> str:
-    """The name that a field of a chat has here."""
-    return IN_WORDS_OF_CHAT.get(field, field)
-
-
-class ResponseReplies:
-    """One response under way: its items as parts come, and the events that tell of them.
+class ResponseReplies(BlockReplies):
+    """One response under way: its items are the blocks.
 
     Args:
         request: the request.
@@ -243,15 +228,13 @@ class ResponseReplies:
     """
 
     def __init__(self, request: ResponsesRequest, model_name: str, tokenizer: Any, reader: OutputParser):
+        super().__init__(reader)
         self._tokenizer = tokenizer
-        self._reader = reader
         self._number = 0
-        self._reason: str | None = None
         self._output: list[dict[str, Any]] = []
-        self._is_open = False  # the last item
         choice = request.tool_choice
         self._response: dict[str, Any] = {
-            "id": f"resp_{uuid.uuid4().hex}",
+            "id": new_identity("resp"),
             "object": "response",
             "created_at": int(time.time()),
             "model": model_name,
@@ -278,11 +261,7 @@ class ResponseReplies:
             text_format = request.text.format.model_dump(by_alias=True, exclude_unset=True)
             self._response["text"] = {"format": {"type": "text", **text_format}}
 
-    def whole(self, updates: Sequence[Sequence[Update]], usage: dict[str, Any]) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
-        for update in updates[0]:
-            self.part(0, update)
-        self.end(usage)
+    def _whole(self) -> dict[str, Any]:
         return self._response
 
     def start(self, num_answers: int) -> list[Any]:
@@ -290,11 +269,6 @@ class ResponseReplies:
         return [
             self._event(f"response.{each}", response=self._snapshot()) for each in ("created", "in_progress")
         ]
-
-    def part(self, index: int, update: Update) -> list[Any]:
-        """The events of an update."""
-        parts, self._reason = read(self._reader, update)
-        return [event for part in parts for event in self._took(part)]
 
     def end(self, usage: dict[str, Any]) -> list[Any]:
         """The last events of a stream."""
@@ -337,49 +311,41 @@ class ResponseReplies:
         index = len(self._output) - 1
         return self._event(kind, item_id=self._output[-1]["id"], output_index=index, **fields)
 
-    def _took(self, part: Part) -> list[Any]:
-        kind = {"text": "message", "reasoning": "reasoning"}.get(part.kind, "function_call")
-        events: list[Any] = []
-        if part.kind == "call" or not self._is_open or self._output[-1]["type"] != kind:
-            events = [*self._close("completed"), *self._open(kind, part)]
-        if part.kind == "call":
-            return events
-        item = self._output[-1]
-        if kind == "function_call":
-            item["arguments"] += part.text
-            return [*events, self._of_item("response.function_call_arguments.delta", delta=part.text)]
-        item["content"][0]["text"] += part.text
-        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        name = f"response.{_text_of(kind)}.delta"
-        return [*events, self._of_item(name, content_index=0, delta=part.text, **more)]
-
-    def _open(self, kind: str, part: Part) -> list[Any]:
-        identity = f"{ {'message': 'msg', 'reasoning': 'rs'}.get(kind, 'fc') }_{uuid.uuid4().hex}"
-        item: dict[str, Any] = {"id": identity, "type": kind, "status": "in_progress"}
-        content: dict[str, Any] = {"type": _text_of(kind), "text": ""}
-        if kind == "message":
-            content |= {"annotations": [], "logprobs": []}
-            item |= {"role": "assistant", "content": []}
-        elif kind == "reasoning":
-            item |= {"summary": [], "content": []}
+    def _opened(self, kind: str, name: str) -> list[Any]:
+        item_type = ITEM_TYPES[kind]
+        item: dict[str, Any] = {"id": new_identity(item_type.letters), "type": item_type.name}
+        item["status"] = "in_progress"
+        if kind == "call":
+            item |= {"call_id": new_identity("call", 24), "name": name, "arguments": ""}
         else:
-            item |= {"call_id": f"call_{uuid.uuid4().hex[:24]}", "name": part.text, "arguments": ""}
+            item |= (
+                {"summary": [], "content": []}
+                if kind == "reasoning"
+                else {"role": "assistant", "content": []}
+            )
         self._output.append(item)
-        self._is_open = True
         events = [
             self._event("response.output_item.added", output_index=len(self._output) - 1, item={**item})
         ]
-        if kind != "function_call":
+        if kind != "call":
+            content: dict[str, Any] = {"type": item_type.text, "text": ""}
+            content |= {"annotations": [], "logprobs": []} if kind == "text" else {}
             item["content"] = [content]
             name = "response.content_part.added"
             events.append(self._of_item(name, content_index=0, part={**content}))
         return events
 
-    def _close(self, status: str) -> list[Any]:
-        """The last item is whole, or will not be."""
-        if not self._is_open:
-            return []
-        self._is_open = False
+    def _add(self, text: str) -> list[Any]:
+        item = self._output[-1]
+        if item["type"] == "function_call":
+            item["arguments"] += text
+            return [self._of_item("response.function_call_arguments.delta", delta=text)]
+        item["content"][0]["text"] += text
+        more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+        name = f"response.{item['content'][0]['type']}.delta"
+        return [self._of_item(name, content_index=0, delta=text, **more)]
+
+    def _closed(self, status: str) -> list[Any]:
         item = self._output[-1]
         item["status"] = status
         if item["type"] == "function_call":
@@ -388,7 +354,7 @@ class ResponseReplies:
         else:
             (content,) = item["content"]
             more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
-            name = f"response.{_text_of(item['type'])}.done"
+            name = f"response.{content['type']}.done"
             events = [
                 self._of_item(name, content_index=0, text=content["text"], **more),
                 self._of_item("response.content_part.done", content_index=0, part=content),
@@ -397,8 +363,3 @@ class ResponseReplies:
             *events,
             self._event("response.output_item.done", output_index=len(self._output) - 1, item=item),
         ]
-
-
-def _text_of(kind: str) -> str:
-    """The type name of an item's text."""
-    return "output_text" if kind == "message" else "reasoning_text"

@@ -34,6 +34,7 @@ from medusa.drafters.references import SuffixCorpus
 from medusa.model import MedusaModel
 from medusa.prompts import in_reasoning
 from medusa.serving.chat_template import BoundedChatTemplate, TemplateLimitError
+from medusa.serving.dialects import Dialect
 from medusa.serving.infill import InfillTokens, infill_tokens, start_tokens, tokens_after
 from medusa.serving.metrics import ServerMetrics
 from medusa.serving.output_formats import OutputFormat, detect_format
@@ -67,6 +68,8 @@ TEXT_RULES: dict[str, Callable[[str, Any], str]] = {
     "grammar": lark_rule,
 }
 """The grammar rule for each kind of structured output."""
+SAY = ({"role": "user", "content": "a question"},)
+"""A conversation that all chat templates render."""
 CPU_CHUNK = 64
 """Prompt tokens at a time on a CPU: there a token costs no more in a short chunk than in a long one, and
 running answers wait for the whole of it."""
@@ -157,7 +160,7 @@ class Service:
     @functools.cached_property
     def knows_tools(self) -> bool:
         """Whether the chat template shows tools to the model."""
-        say = as_template([{"role": "user", "content": "a"}], self._chat_template)
+        say = as_template([*SAY], self._chat_template)
         tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
         try:
             return self._rendered(say, [tool]) != self._rendered(say)
@@ -167,14 +170,21 @@ class Service:
     @functools.cached_property
     def takes_several_systems(self) -> bool:
         """Whether the chat template shows more than one system message to the model."""
-        texts = "said at first", "said after it"
-        systems = [{"role": "system", "content": text} for text in texts]
+        return self._shows_systems({"role": "system", "content": "said after it"}, *SAY)
+
+    @functools.cached_property
+    def takes_late_systems(self) -> bool:
+        """Whether the chat template shows a system message behind others to the model."""
+        return self._shows_systems(*SAY, {"role": "system", "content": "said after it"})
+
+    def _shows_systems(self, *messages: dict[str, Any]) -> bool:
+        """Whether the chat template shows the system messages among ``messages``, behind another one."""
+        conversation = [{"role": "system", "content": "said at first"}, *messages]
         try:
-            messages = as_template([*systems, {"role": "user", "content": "a"}], self._chat_template)
-            shown = self._rendered(messages)
+            shown = self._rendered(as_template(conversation, self._chat_template))
         except TEMPLATE_ERRORS:
             return False
-        return all(text in shown for text in texts)
+        return all(message["content"] in shown for message in conversation)
 
     def chat_prompt(self, request: ChatRequest) -> list[int]:
         """The tokens of a conversation, as the chat template renders it."""
@@ -189,6 +199,8 @@ class Service:
         messages = [message.as_conversation for message in request.messages]
         if not self.takes_several_systems:
             messages = _with_one_system(messages)
+        if not self.takes_late_systems:
+            messages = _without_late_systems(messages)
         try:
             messages = as_template(messages, self._chat_template)
             arguments = {**self.template_options, **request.template_arguments}
@@ -591,6 +603,7 @@ class Service:
                 "shorten it",
                 param=request.prompt_name,
                 code="context_length_exceeded",
+                excess=(num_prompt, most),
             )
         longest = self.options.max_new_tokens if request.longest is None else request.longest
         return min(max(1, longest), self.options.max_new_tokens, most - num_prompt)
@@ -613,6 +626,11 @@ class Service:
             ids = self.tokenizer(request.prompt, add_special_tokens=request.add_special_tokens)["input_ids"]
         names = self.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
         return {"count": len(ids), "max_model_len": self.context, "tokens": ids, "token_strs": names}
+
+    def num_tokens(self, request: Dialect) -> dict[str, Any]:
+        """The number of tokens of a conversation, as Anthropic's clients read it."""
+        self.check_name(request.model)
+        return {"input_tokens": len(self.chat_prompt(request.chat))}
 
     def text(self, request: DetokenizeRequest) -> dict[str, Any]:
         """The text of tokens."""
@@ -644,3 +662,17 @@ def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return messages
     together = "\n\n".join(message["content"] for message in first)
     return [{**first[0], "content": together}, *messages[len(first) :]]
+
+
+def _without_late_systems(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``messages`` where the user says what system messages behind others say, in one turn with what the user
+    says before."""
+    shown = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
+    for message in messages[len(shown) :]:
+        if message["role"] != "system":
+            shown.append(message)
+        elif shown and shown[-1]["role"] == "user":
+            shown[-1] = {**shown[-1], "content": f"{shown[-1]['content']}\n\n{message['content']}"}
+        else:
+            shown.append({**message, "role": "user"})
+    return shown
