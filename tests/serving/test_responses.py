@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 from tiny_chat import chat_model, tool_model
-from tiny_server import WEATHER, Running, client_of, running
+from tiny_server import WEATHER, Running, ScriptedReader, client_of, running
 
 from medusa.serving.output_parser import Part
 from medusa.serving.responses import ResponseReplies, ResponsesRequest
@@ -215,22 +215,6 @@ def test_the_lines_of_a_stream_name_their_events(server):
     assert [lines[number - 1] for number, _ in data] == [f"event: {event['type']}" for _, event in data]
 
 
-class Script:
-    """A reader that hands out what it was given, one part for each update."""
-
-    num_calls = 2
-    is_call_open = False
-
-    def __init__(self, *parts: Part):
-        self.parts = [*parts]
-
-    def feed(self, text: str) -> list[Part]:
-        return [self.parts.pop(0)]
-
-    def finish(self) -> list[Part]:
-        return []
-
-
 def test_an_item_is_closed_before_the_next_is_opened_and_what_was_told_stays_as_it_was():
     parts = [Part("reasoning", "a"), Part("text", "b"), Part("text", "c")]
     parts += [
@@ -240,7 +224,7 @@ def test_an_item_is_closed_before_the_next_is_opened_and_what_was_told_stays_as_
         Part("arguments", "1"),
     ]
     replies = ResponseReplies(
-        ResponsesRequest(input="Hello"), "tiny", lambda text: {"input_ids": [*text]}, Script(*parts)
+        ResponsesRequest(input="Hello"), "tiny", lambda text: {"input_ids": [*text]}, ScriptedReader(*parts)
     )
     events = replies.start(1)
     for _ in parts:
