@@ -543,6 +543,13 @@ def test_tokens_behind_a_stop_string_are_not_counted(size):
     assert sum(counts) == 3 and answer.finish() == []
 
 
+def test_the_stop_string_that_begins_first_has_ended_an_answer():
+    answer = AnswerText(TOKENIZER, ["b", "ab"])
+    tokens = TOKENIZER("xab")["input_ids"]
+    pieces = answer.feed(tokens, [0] * len(tokens))[1]
+    assert ["x"] == [piece.text for piece in pieces] and answer.stop_string == "ab"
+
+
 def test_control_tokens_are_no_text_unless_they_tell_parts_apart():
     tokens = TOKENIZER("a<|user|>b<|end|>é")["input_ids"]
     user = TOKENIZER.convert_tokens_to_ids("<|user|>")
