@@ -547,7 +547,7 @@ def test_the_stop_string_that_begins_first_has_ended_an_answer():
     answer = AnswerText(TOKENIZER, ["b", "ab"])
     tokens = TOKENIZER("xab")["input_ids"]
     pieces = answer.feed(tokens, [0] * len(tokens))[1]
-    assert ["x"] == [piece.text for piece in pieces] and answer.stop_string == "ab"
+    assert [piece.text for piece in pieces] == ["x"] and answer.stop_string == "ab"
 
 
 def test_control_tokens_are_no_text_unless_they_tell_parts_apart():
