@@ -426,8 +426,8 @@ async def _events(
         except TimeoutError:
             num_read = sum(min(answer.row.num_read, len(answer.row.prompt)) for answer in answers)
             yield f": read {num_read} of {record.num_to_read}\n\n"
-            if replies.ping is not None:
-                yield _event(replies.ping)
+            for body in replies.waiting():
+                yield _event(body)
             continue
         failure = _failure(update.finish_reason)
         for body in replies.part(index, update) if failure is None else ():

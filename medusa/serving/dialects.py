@@ -30,7 +30,11 @@ class Dialect(SharedFields):
     @functools.cached_property
     def chat(self) -> ChatRequest:
         """The same as a chat."""
-        return ChatRequest.model_validate(self._shared_fields() | self._chat_fields())
+        return self._chat_type.model_validate(self._shared_fields() | self._chat_fields())
+
+    @property
+    def _chat_type(self) -> type[ChatRequest]:
+        return ChatRequest
 
     @property
     def asked(self) -> ChatRequest:

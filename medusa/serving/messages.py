@@ -266,8 +266,6 @@ class MessageReplies(BlockReplies):
         num_prompt: tokens of the prompt.
     """
 
-    ping: ClassVar[dict[str, Any]] = {"type": "ping"}
-
     def __init__(self, model_name: str, reader: OutputParser, num_prompt: int):
         super().__init__(reader)
         self._content: list[dict[str, Any]] = []
@@ -290,6 +288,9 @@ class MessageReplies(BlockReplies):
     def start(self, num_answers: int) -> list[Any]:
         """The first event of a stream."""
         return [{"type": "message_start", "message": {**self._message, "content": []}}]
+
+    def waiting(self) -> list[Any]:
+        return [{"type": "ping"}]
 
     def end(self, usage: dict[str, Any]) -> list[Any]:
         """The last events of a stream."""
@@ -319,7 +320,7 @@ class MessageReplies(BlockReplies):
         self._arguments = ""
         index = len(self._content) - 1
         event = {"type": "content_block_start", "index": index, "content_block": {**self._content[-1]}}
-        return [event, self.ping] if index == 0 else [event]
+        return [event, *self.waiting()] if index == 0 else [event]
 
     def _add(self, text: str) -> list[Any]:
         block = self._content[-1]

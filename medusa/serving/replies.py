@@ -9,7 +9,7 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -41,9 +41,6 @@ def read(reader: OutputParser, update: Update) -> tuple[list[Part], str | None]:
 class StreamedReplies(abc.ABC):
     """The objects of one reply, whole or as a stream."""
 
-    ping: ClassVar[dict[str, Any] | None] = None
-    """The event of a stream that has nothing to tell yet; None where comments do."""
-
     @abc.abstractmethod
     def whole(self, updates: Sequence[Sequence[Update]], usage: dict[str, Any]) -> dict[str, Any]:
         """The body of a reply that is not streamed, of all updates of each choice."""
@@ -55,6 +52,11 @@ class StreamedReplies(abc.ABC):
     @abc.abstractmethod
     def part(self, index: int, update: Update) -> list[Any]:
         """The chunks of an update; none where there is nothing to tell yet."""
+
+    def waiting(self) -> list[Any]:
+        """The chunks of a stream that has nothing to tell yet, for clients that leave where none come;
+        comments do for the others."""
+        return []
 
     @abc.abstractmethod
     def end(self, usage: dict[str, Any]) -> list[Any]:

@@ -550,6 +550,11 @@ class ChatRequest(SharedFields, Rendering):
         return [tool.as_sent for tool in self.tools or []]
 
     @property
+    def may_call(self) -> list[dict[str, Any]]:
+        """The tools of which the answer may be a call."""
+        return self.offered
+
+    @property
     def must_call(self) -> list[dict[str, Any]]:
         """The candidates of a required call; empty where the model may answer without a call."""
         functions = [tool["function"] for tool in self.offered]

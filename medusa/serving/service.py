@@ -290,8 +290,8 @@ class Service:
             rules = [f"answer: {output_format.text_around(grammars.as_terminals)} text"]
             if must_call:
                 rules = ["answer: call", *output_format.call_rules(must_call, grammars.as_terminals)]
-            elif chat and chat.offered:
-                functions = [tool["function"] for tool in chat.offered]
+            elif chat and chat.may_call:
+                functions = [tool["function"] for tool in chat.may_call]
                 rules = [
                     f"{rules[0]} | {output_format.calls}",
                     *output_format.call_rules(functions, grammars.as_terminals),
@@ -334,7 +334,7 @@ class Service:
         """The output parser of an answer to ``prompt``."""
         if isinstance(request, InfillRequest):  # all of it is text
             return OutputParser(OutputFormat())
-        tools = {tool["function"]["name"]: tool["function"] for tool in request.offered}
+        tools = {tool["function"]["name"]: tool["function"] for tool in request.may_call}
         most = 1 if request.parallel_tool_calls is False else None
         return OutputParser(self.output_format, tools, most, bool(self._is_thinking(prompt)))
 
