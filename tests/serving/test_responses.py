@@ -166,7 +166,7 @@ def test_fields_that_are_not_read_are_told_in_the_header(server):
 
 
 LARK = {"type": "grammar", "syntax": "lark"}
-LARK["definition"] = 'start: "*** Begin\\n" line+ "*** End"\nline: /[a-c]{1,3}/ "\\n"'
+LARK["definition"] = 'start: "*** Begin\\n" line line? "*** End"\nline: /[a-c]{1,3}/ "\\n"'
 FREE = {"type": "custom", "name": "apply_patch", "description": "Edits files.", "format": LARK}
 WRONG = [
     ({"previous_response_id": "resp_1"}, "previous_response_id", "keeps no answers"),
@@ -337,22 +337,14 @@ def scripted(request: ResponsesRequest, *parts: Part) -> list[dict]:
 def test_calls_of_these_tools_are_items_as_codex_reads_them():
     request = ResponsesRequest(**as_codex_asks())
     parts = [Part("call", "agents.close_agent"), Part("arguments", '{"target": "a"}')]
-    parts += [Part("call", "apply_patch", 1)]
-    parts += [
-        Part("arguments", text, 1) for text in ('{"inp', 'ut": "a\\', "n\\ud83d", '\\ude00 \\"b', '"', "}")
-    ]
+    texts = ('{"inp', 'ut": "a\\', "n\\ud83d", '\\ude00 \\"b', '"', "}")
+    parts += [Part("call", "apply_patch", 1), *(Part("arguments", text, 1) for text in texts)]
     events = scripted(request, *parts)
     closed, patched = events[-1]["response"]["output"]
-    assert (closed["name"], closed["namespace"], closed["arguments"]) == (
-        "close_agent",
-        "agents",
-        '{"target": "a"}',
-    )
-    assert (patched["type"], patched["name"], patched["input"]) == (
-        "custom_tool_call",
-        "apply_patch",
-        'a\n😀 "b',
-    )
+    assert (closed["name"], closed["namespace"]) == ("close_agent", "agents")
+    assert closed["arguments"] == '{"target": "a"}'
+    assert (patched["type"], patched["name"]) == ("custom_tool_call", "apply_patch")
+    assert patched["input"] == 'a\n😀 "b'
     deltas = [event["delta"] for event in events if event["type"] == "response.custom_tool_call_input.delta"]
     assert deltas == ["a", "\n", '😀 "b']
     (done,) = [event for event in events if event["type"] == "response.custom_tool_call_input.done"]
@@ -360,7 +352,7 @@ def test_calls_of_these_tools_are_items_as_codex_reads_them():
 
 
 def test_an_input_that_was_cut_or_has_another_name_is_given_as_it_is():
-    for arguments, text in (('{"input": "a\\', "a"), ('{"patch": "a"}', '{"patch": "a"}'), ("{", "{")):
+    for arguments, text in (('{"input": "a', "a"), ('{"patch": "a"}', '{"patch": "a"}'), ("{", "{")):
         request = ResponsesRequest(**as_codex_asks())
         *_, last = scripted(request, Part("call", "apply_patch"), Part("arguments", arguments))
         assert last["response"]["output"][0]["input"] == text
@@ -370,7 +362,7 @@ def test_a_custom_tool_that_must_be_called_keeps_to_its_grammar(client):
     pytest.importorskip("llguidance")
     asked = {**ASKED, "max_output_tokens": 60}
     regex = {"type": "grammar", "syntax": "regex", "definition": "[xyz]{3}"}
-    for form, rule in ((LARK, r"\*\*\* Begin\n([a-c]{1,3}\n)+\*\*\* End"), (regex, "[xyz]{3}")):
+    for form, rule in ((LARK, r"\*\*\* Begin\n([a-c]{1,3}\n){1,2}\*\*\* End"), (regex, "[xyz]{3}")):
         tools = [{**FREE, "format": form}]
         for choice in ("required", {"type": "custom", "name": "apply_patch"}):
             (call,) = client.responses.create(**asked, tools=tools, tool_choice=choice).output
