@@ -36,8 +36,8 @@ TOOL = {"type": "function", "function": WEATHER}
 
 
 def tiny_service(model: MedusaModel, num_owners: int = 0, **options) -> Service:
-    """A service of the model called tiny, of few rows."""
-    given = {"served_model_name": ("tiny",), "max_rows": 4, "chunk": 32, **options}
+    """A service of the model called tiny and nothing else, of few rows."""
+    given = {"served_model_name": ("tiny",), "any_model_name": False, "max_rows": 4, "chunk": 32, **options}
     return Service(model, ServiceOptions(**given), num_owners=num_owners)
 
 

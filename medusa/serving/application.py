@@ -31,7 +31,7 @@ from starlette.exceptions import HTTPException
 
 import medusa
 from medusa.conversations import check_keepable
-from medusa.serving.dialects import Dialect
+from medusa.serving.dialects import Dialect, ReplyContext
 from medusa.serving.gate import MAX_UNREAD, PAGE_SCRIPTS, Gate, answer_of
 from medusa.serving.messages import MessagesRequest
 from medusa.serving.replies import DONE, LlamaReplies, Replies, RequestError, StreamedReplies, usage_of
@@ -122,7 +122,7 @@ def create_application(service: Service, access: AccessOptions) -> FastAPI:
     @readable("/v1/models/{name:path}")
     async def model(name: str) -> Any:
         service.check_name(name)
-        return service.model_card(name)
+        return service.model_card(service.real_name(name))
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Any:
@@ -377,10 +377,10 @@ def _replies(
     prompts: Sequence[Sequence[int]],
 ) -> StreamedReplies:
     """The writer of replies of the requested kind."""
-    name = request.model or service.names[0]
+    name = service.real_name(request.model)
     if isinstance(body, Dialect):
         reader = service.reader(body.chat, prompts[0])
-        return body.replies(name, service.tokenizer, reader, len(prompts[0]))
+        return body.replies(ReplyContext(name, service.tokenizer, reader, len(prompts[0]), service.sampling))
     if isinstance(request, LlamaInfillRequest):
         return LlamaReplies(request, name)
     echoed: list[str] = []

@@ -11,12 +11,29 @@ import abc
 import functools
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from medusa.base.sampling_advice import SamplingAdvice
 from medusa.serving.output_parser import OutputParser, Part
 from medusa.serving.replies import RequestError, StreamedReplies, read
 from medusa.serving.requests import ChatRequest, SharedFields
 from medusa.serving.worker import Update
+
+
+@dataclass(frozen=True)
+class ReplyContext:
+    """What a reply tells beside the answer itself."""
+
+    model_name: str
+    tokenizer: Any
+    """Counts the tokens of reasoning."""
+    reader: OutputParser
+    """Reads the answer."""
+    num_prompt: int = 0
+    """Tokens of the prompt."""
+    sampling: SamplingAdvice = SamplingAdvice()
+    """Options of requests that leave them out."""
 
 
 class Dialect(SharedFields):
@@ -51,8 +68,8 @@ class Dialect(SharedFields):
         """The other fields of the chat."""
         raise NotImplementedError
 
-    def replies(self, model_name: str, tokenizer: Any, reader: OutputParser, num_prompt: int) -> BlockReplies:
-        """The writer of the reply to a prompt of ``num_prompt`` tokens."""
+    def replies(self, context: ReplyContext) -> BlockReplies:
+        """The writer of the reply."""
         raise NotImplementedError
 
     @classmethod

@@ -11,9 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
-from medusa.serving.dialects import BlockReplies, Conversation, Dialect, new_identity
+from medusa.serving.dialects import BlockReplies, Conversation, Dialect, ReplyContext, new_identity
 from medusa.serving.json_repair import repaired
-from medusa.serving.output_parser import OutputParser
 from medusa.serving.replies import RequestError, anthropic_error
 from medusa.serving.requests import (
     FIRST_ALONE,
@@ -240,10 +239,8 @@ class MessagesRequest(Dialect):
         else:
             conversation.say(role, text)
 
-    def replies(
-        self, model_name: str, tokenizer: Any, reader: OutputParser, num_prompt: int
-    ) -> MessageReplies:
-        return MessageReplies(model_name, reader, num_prompt)
+    def replies(self, context: ReplyContext) -> MessageReplies:
+        return MessageReplies(context)
 
 
 BEGUN: dict[str, dict[str, Any]] = {
@@ -260,14 +257,10 @@ DELTAS = {
 
 
 class MessageReplies(BlockReplies):
-    """One message under way.
+    """One message under way."""
 
-    Args:
-        num_prompt: tokens of the prompt.
-    """
-
-    def __init__(self, model_name: str, reader: OutputParser, num_prompt: int):
-        super().__init__(reader)
+    def __init__(self, context: ReplyContext):
+        super().__init__(context.reader)
         self._content: list[dict[str, Any]] = []
         self._arguments = ""
         """Of the call that is open, as JSON."""
@@ -275,11 +268,11 @@ class MessageReplies(BlockReplies):
             "id": new_identity("msg", 24),
             "type": "message",
             "role": "assistant",
-            "model": model_name,
+            "model": context.model_name,
             "content": self._content,
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": _usage(num_prompt, 0, 0),
+            "usage": _usage(context.num_prompt, 0, 0),
         }
 
     def _whole(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -29,6 +29,7 @@ from pydantic import (
 )
 from transformers import PreTrainedTokenizerBase
 
+from medusa.base.sampling_advice import SamplingAdvice
 from medusa.conversations import written_call
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 512
@@ -711,23 +712,20 @@ def _prompts_of(prompt: Any) -> list[str | list[int]]:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-def sampling_arguments(request: SharedFields) -> dict[str, Any]:
-    """For ``MedusaModel.request``: the arguments of ``generate``, with OpenAI's defaults (temperature 1).
-
-    The sampling options of a model's generation configuration are not used: clients of this protocol expect
-    the unchanged distribution.
-    """
-    temperature = 1.0 if request.temperature is None else request.temperature
+def sampling_arguments(request: SharedFields, defaults: SamplingAdvice) -> dict[str, Any]:
+    """For ``MedusaModel.request``: the arguments of ``generate``; ``defaults`` are the options that a request
+    leaves out, and all of them are said."""
+    wanted = SamplingAdvice(
+        **{field.name: getattr(request, field.name) for field in fields(SamplingAdvice)}
+    ).over(defaults)
+    temperature = wanted.temperature or 0.0
     if temperature < LEAST_TEMPERATURE:
         temperature = 0.0
     arguments: dict[str, Any] = {"do_sample": temperature > 0}
-    arguments["repetition_penalty"] = request.repetition_penalty or 1.0
+    arguments["repetition_penalty"] = wanted.repetition_penalty
     if temperature > 0:
-        arguments |= {"temperature": temperature, "top_k": max(0, request.top_k or 0)}
-        arguments |= {
-            "top_p": 1.0 if request.top_p is None else request.top_p,
-            "min_p": request.min_p or None,
-        }
+        arguments |= {"temperature": temperature, "top_k": max(0, wanted.top_k or 0)}
+        arguments |= {"top_p": wanted.top_p, "min_p": wanted.min_p or None}
     if request.logit_bias:
         arguments["sequence_bias"] = [[[int(key)], float(bias)] for key, bias in request.logit_bias.items()]
     return arguments

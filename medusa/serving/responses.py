@@ -15,9 +15,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, field_validator, model_validator
 
-from medusa.serving.dialects import BlockReplies, Conversation, Dialect, new_identity
+from medusa.serving.dialects import BlockReplies, Conversation, Dialect, ReplyContext, new_identity
 from medusa.serving.json_repair import repaired
-from medusa.serving.output_parser import OutputParser
 from medusa.serving.replies import RequestError
 from medusa.serving.requests import (
     FIRST_ALONE,
@@ -380,24 +379,16 @@ class ResponsesRequest(Dialect):
                 conversation.say(item.role, text_of(item.content))
         return conversation.messages
 
-    def replies(
-        self, model_name: str, tokenizer: Any, reader: OutputParser, num_prompt: int
-    ) -> ResponseReplies:
-        return ResponseReplies(self, model_name, tokenizer, reader)
+    def replies(self, context: ReplyContext) -> ResponseReplies:
+        return ResponseReplies(self, context)
 
 
 class ResponseReplies(BlockReplies):
-    """One response under way: its items are the blocks.
+    """One response under way: its items are the blocks."""
 
-    Args:
-        request: the request.
-        tokenizer: counts the tokens of reasoning.
-        reader: reads the answer.
-    """
-
-    def __init__(self, request: ResponsesRequest, model_name: str, tokenizer: Any, reader: OutputParser):
-        super().__init__(reader)
-        self._tokenizer = tokenizer
+    def __init__(self, request: ResponsesRequest, context: ReplyContext):
+        super().__init__(context.reader)
+        self._tokenizer = context.tokenizer
         self._number = 0
         self._output: list[dict[str, Any]] = []
         self._tools = {tool.function["name"]: tool for tool in request.shown_tools}
@@ -410,7 +401,7 @@ class ResponseReplies(BlockReplies):
             "id": new_identity("resp"),
             "object": "response",
             "created_at": int(time.time()),
-            "model": model_name,
+            "model": context.model_name,
             "status": "in_progress",
             "error": None,
             "incomplete_details": None,
@@ -422,11 +413,11 @@ class ResponseReplies(BlockReplies):
             "previous_response_id": None,
             "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
             "store": False,
-            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "temperature": _first(request.temperature, context.sampling.temperature),
             "text": {"format": {"type": "text"}},
             "tool_choice": request.as_sent.get("tool_choice") or "auto",
             "tools": [tool.as_sent for tool in request.tools or ()],
-            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "top_p": _first(request.top_p, context.sampling.top_p),
             "truncation": "disabled",
             "usage": None,
         }
@@ -585,3 +576,8 @@ WHOLE_CHARACTERS = re.compile(
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u(?![dD][89abAB])[0-9a-fA-F]{4})*"
 )
 """Characters of a string in JSON, as far as each is whole."""
+
+
+def _first(*values: float | None) -> float | None:
+    """The first that is not None."""
+    return next((value for value in values if value is not None), None)

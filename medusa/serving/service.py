@@ -26,6 +26,7 @@ from medusa.acceptance.grammar import (
 )
 from medusa.acceptance.sampling import OccurrencePenalty
 from medusa.base.causal_lm import end_ids, vocab_size
+from medusa.base.sampling_advice import SamplingAdvice, sampling_advice
 from medusa.conversations import as_template
 from medusa.decoding.batch import BatchLimits
 from medusa.decoding.scheduler import QueueFull
@@ -73,6 +74,8 @@ SAY = ({"role": "user", "content": "a question"},)
 CPU_CHUNK = 64
 """Prompt tokens at a time on a CPU: there a token costs no more in a short chunk than in a long one, and
 running answers wait for the whole of it."""
+PLAIN_SAMPLING = SamplingAdvice(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
+"""The distribution as it is, which clients of OpenAI's protocol expect."""
 PLAIN_ROWS = 4
 """Answers without guessing that are under way at once, for comparison."""
 
@@ -125,6 +128,15 @@ class Service:
         self.num_owners = num_owners
         self.names = options.served_model_name or (PurePath(model.base.name_or_path or "model").name,)
         """Model names that clients may use; the first is the official one."""
+        flags = SamplingAdvice(
+            options.temperature, options.top_p, options.top_k, options.min_p, options.repeat_penalty
+        )
+        advice = sampling_advice(model.base)
+        self.sampling = flags.over(advice).over(PLAIN_SAMPLING)
+        """Sampling options of requests that leave them out."""
+        sources = {"flags": flags, "what the base comes with": advice}
+        self.sampling_sources = [name for name, source in sources.items() if source != SamplingAdvice()]
+        """Where they are from."""
         self.limits = BatchLimits(
             max_rows=options.max_rows,
             max_waiting=options.max_waiting,
@@ -472,6 +484,10 @@ class Service:
         except QueueFull as error:
             raise overloaded() from error
 
+    def real_name(self, name: str | None) -> str:
+        """The name that answers have where a client calls the model ``name``, or nothing."""
+        return name if name in self.names and name is not None else self.names[0]
+
     def check_name(self, name: str | None) -> None:
         """Raise RequestError unless clients may call the model ``name``, or nothing."""
         if name and not self.options.any_model_name and name not in self.names:
@@ -536,7 +552,7 @@ class Service:
     ) -> Iterator[DecodeRequest]:
         """The decode request of each choice."""
         arguments: dict[str, Any] = {
-            **sampling_arguments(request),
+            **sampling_arguments(request, self.sampling),
             "max_new_tokens": self._longest(request, len(prompt)),
             "eos_token_id": self._ends_of(request, prompt) or None,
             "num_logprobs": request.num_logprobs,

@@ -10,6 +10,7 @@ from tiny_chat import chat_model, tool_model
 from tiny_server import HELLO, WEATHER, Running, ScriptedReader, chat, running
 
 from medusa.serving import application
+from medusa.serving.dialects import ReplyContext
 from medusa.serving.messages import MessageReplies, MessagesRequest
 from medusa.serving.output_parser import Part
 from medusa.serving.service import overloaded
@@ -386,7 +387,7 @@ def test_a_block_is_closed_before_the_next_is_opened_and_a_call_that_is_cut_is_a
     parts = [Part("reasoning", "a"), Part("text", "b"), Part("text", "c"), Part("call", "weather")]
     parts += [Part("arguments", '{"warm":'), Part("arguments", " true}"), Part("call", "time", 1)]
     parts += [Part("arguments", '{"at": [1', 1)]
-    replies = MessageReplies("tiny", ScriptedReader(*parts), 7)
+    replies = MessageReplies(ReplyContext("tiny", None, ScriptedReader(*parts), 7))
     events = replies.start(1)
     for _ in parts:
         events += replies.part(0, Update())

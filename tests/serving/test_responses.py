@@ -12,8 +12,9 @@ from tiny_chat import chat_model, tool_model
 from tiny_server import WEATHER, Running, ScriptedReader, client_of, running
 
 from medusa.serving import application
+from medusa.serving.dialects import ReplyContext
 from medusa.serving.output_parser import Part
-from medusa.serving.responses import ResponseReplies, ResponsesRequest
+from medusa.serving.responses import ResponsesRequest
 from medusa.serving.worker import Update, Worker
 
 ASKED = {"model": "tiny", "input": "Hello", "max_output_tokens": 12, "temperature": 0}
@@ -236,14 +237,7 @@ def test_an_item_is_closed_before_the_next_is_opened_and_what_was_told_stays_as_
         Part("call", "weather"),
         Part("arguments", "1"),
     ]
-    replies = ResponseReplies(
-        ResponsesRequest(input="Hello"), "tiny", lambda text: {"input_ids": [*text]}, ScriptedReader(*parts)
-    )
-    events = replies.start(1)
-    for _ in parts:
-        events += replies.part(0, Update())
-    counts = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    events += replies.end(counts | {"prompt_tokens_details": {}, "medusa": {}})
+    events = scripted(ResponsesRequest(input="Hello"), *parts)
     told = [(event["type"], event["item"]["type"]) for event in events if "item" in event]
     kinds = ["reasoning", "message", "function_call", "function_call"]
     steps = ("response.output_item.added", "response.output_item.done")
@@ -326,7 +320,8 @@ def test_a_namespace_is_unfolded_and_a_custom_tool_is_a_function_of_one_text():
 
 def scripted(request: ResponsesRequest, *parts: Part) -> list[dict]:
     """The events of an answer of these parts."""
-    replies = ResponseReplies(request, "tiny", lambda text: {"input_ids": [*text]}, ScriptedReader(*parts))
+    context = ReplyContext("tiny", lambda text: {"input_ids": [*text]}, ScriptedReader(*parts))
+    replies = request.replies(context)
     events = replies.start(1)
     for _ in parts:
         events += replies.part(0, Update())
@@ -375,6 +370,13 @@ def test_a_custom_tool_that_must_be_called_keeps_to_its_grammar(client):
         **asked, tools=[{"type": "custom", "name": "a"}], tool_choice="required", extra_body={"stop": "zzz"}
     ).output
     assert free.type == "custom_tool_call"
+
+
+def test_an_answer_that_is_the_input_of_a_tool_is_no_call_though_the_model_sees_the_tool():
+    asked = {"tools": [FREE, OFFERED], "tool_choice": {"type": "custom", "name": "apply_patch"}}
+    chat = ResponsesRequest(input="Hello", **asked).chat
+    assert (chat.may_call, chat.must_call, len(chat.offered)) == ([], [], 2)
+    assert ResponsesRequest(input="Hello", **{**asked, "tool_choice": "auto"}).chat.may_call != []
 
 
 def test_what_came_of_these_calls_is_read_with_the_turn_in_which_they_were_made():
