@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's endpoints over one :class:`medusa.serving.service.Service`.
+"""The HTTP application: the endpoints of all protocols over one :class:`medusa.serving.service.Service`.
 
 Nothing here decodes. Requests have passed :mod:`medusa.serving.gate`, and an answer never shows a path, a
 template or a traceback. A client that disconnects has its answers dropped before the next step.
