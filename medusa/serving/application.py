@@ -34,6 +34,14 @@ from medusa.conversations import check_keepable
 from medusa.serving.dialects import Dialect, ReplyContext
 from medusa.serving.gate import MAX_UNREAD, PAGE_SCRIPTS, Gate, answer_of
 from medusa.serving.messages import MessagesRequest
+from medusa.serving.ollama import (
+    OLLAMA_VERSION,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    ShowRequest,
+    ollama_card,
+    ollama_facts,
+)
 from medusa.serving.replies import DONE, LlamaReplies, Replies, RequestError, StreamedReplies, usage_of
 from medusa.serving.requests import (
     Body,
@@ -163,6 +171,32 @@ def create_application(service: Service, access: AccessOptions) -> FastAPI:
         with _own_words(MessagesRequest):
             return await endpoints.computed(request, MessagesRequest, service.num_tokens)
 
+    @readable("/api/version")
+    async def ollama_version() -> dict[str, str]:
+        return {"version": OLLAMA_VERSION, "medusa": medusa.__version__}
+
+    @readable("/api/tags")
+    async def ollama_models() -> dict[str, Any]:
+        return {"models": [ollama_card(service, name) for name in service.names]}
+
+    @readable("/api/ps")
+    async def ollama_loaded() -> dict[str, Any]:
+        return {"models": [ollama_card(service, service.names[0])]}
+
+    @app.post("/api/show")
+    async def ollama_show(request: Request) -> Any:
+        return await endpoints.computed(request, ShowRequest, partial(ollama_facts, service))
+
+    @app.post("/api/chat")
+    async def chat_as_ollama(request: Request) -> Response:
+        with _own_words(OllamaChatRequest):
+            return await endpoints.answered(request, OllamaChatRequest)
+
+    @app.post("/api/generate")
+    async def generate_as_ollama(request: Request) -> Response:
+        with _own_words(OllamaGenerateRequest):
+            return await endpoints.answered(request, OllamaGenerateRequest)
+
     return app
 
 
@@ -230,7 +264,7 @@ def _checked(raw: bytes, kind: Any) -> Any:
         check_keepable(body, "the body", MAX_DEPTH)
         request = kind.model_validate(body)
         if isinstance(request, Dialect):
-            _ = request.chat  # raises errors of the chat fields here
+            _ = request.asked  # raises errors of the chat fields here
         return request
     except ValidationError as error:
         wrong = most_specific_error(
@@ -289,6 +323,10 @@ class _Endpoints:
         service = self.service
         body, request, unread = await self._run(self.preparing, self._read, await _body(http_request), kind)
         http_request.scope["state"]["unread"] = unread
+        immediate_reply = body.told_at_once(service.real_name(body.model))
+        if immediate_reply is not None:
+            service.check_name(body.model)
+            return JSONResponse(immediate_reply)
         service.check(request)
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
@@ -317,7 +355,7 @@ class _Endpoints:
                 loop.run_in_executor(None, record.write)
 
         if request.stream:
-            return _EventStream(_events(request, answers, queue, replies, record), end)
+            return _Stream(_events(request, answers, queue, replies, record), end, replies.is_lines)
         try:
             updates = await _unless_disconnected(http_request, _collected(queue, len(answers)))
             if updates is None:
@@ -379,7 +417,7 @@ def _replies(
     """The writer of replies of the requested kind."""
     name = service.real_name(request.model)
     if isinstance(body, Dialect):
-        reader = service.reader(body.chat, prompts[0])
+        reader = service.reader(request, prompts[0])
         return body.replies(ReplyContext(name, service.tokenizer, reader, len(prompts[0]), service.sampling))
     if isinstance(request, LlamaInfillRequest):
         return LlamaReplies(request, name)
@@ -392,12 +430,13 @@ def _replies(
     return Replies(request, name, service.tokenizer, partial(service.reader, request, prompts[0]))
 
 
-class _EventStream(StreamingResponse):
-    """Server-sent events; ``at_end`` is called however the stream ends, also when it never began."""
+class _Stream(StreamingResponse):
+    """Server-sent events, or lines; ``at_end`` is called however it ends, also when it never began."""
 
-    def __init__(self, events: AsyncIterator[str], at_end: Callable[[], object]):
+    def __init__(self, events: AsyncIterator[str], at_end: Callable[[], object], is_lines: bool):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
+        media_type = "application/x-ndjson" if is_lines else "text/event-stream"
+        super().__init__(events, media_type=media_type, headers=headers)
         self.at_end = at_end
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -414,9 +453,10 @@ async def _events(
     replies: StreamedReplies,
     record: _Record,
 ) -> AsyncIterator[str]:
-    """Server-sent events, and comments where nothing has come for long, for which proxies wait."""
+    """Server-sent events, and comments where nothing has come for long, for which proxies wait; or lines."""
+    encoded = _line if replies.is_lines else _event
     shows = request.stream_options is not None and request.stream_options.include_depths
-    for event in await run_in_threadpool(lambda: [*map(_event, replies.start(len(answers)))]):
+    for event in await run_in_threadpool(lambda: [*map(encoded, replies.start(len(answers)))]):
         yield event
     left = len(answers)
     while left:
@@ -425,23 +465,28 @@ async def _events(
                 index, update = await queue.get()
         except TimeoutError:
             num_read = sum(min(answer.row.num_read, len(answer.row.prompt)) for answer in answers)
-            yield f": read {num_read} of {record.num_to_read}\n\n"
+            if not replies.is_lines:
+                yield f": read {num_read} of {record.num_to_read}\n\n"
             for body in replies.waiting():
-                yield _event(body)
+                yield encoded(body)
             continue
         failure = _failure(update.finish_reason)
         for body in replies.part(index, update) if failure is None else ():
-            yield _event(body)
+            yield encoded(body)
         if failure is not None:
             break
         left -= update.finish_reason is not None
 
     def last_events() -> list[str]:
         record.write()
-        return [*map(_event, replies.end(record.usage) if failure is None else replies.failed(failure))]
+        return [*map(encoded, replies.end(record.usage) if failure is None else replies.failed(failure))]
 
     for event in await run_in_threadpool(last_events):
         yield event
+
+
+def _line(body: Any) -> str:
+    return f"{json.dumps(body, ensure_ascii=False)}\n"
 
 
 def _event(body: Any) -> str:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 from medusa.base.sampling_advice import SamplingAdvice
 from medusa.serving.output_parser import OutputParser, Part
 from medusa.serving.replies import RequestError, StreamedReplies, read
-from medusa.serving.requests import ChatRequest, SharedFields
+from medusa.serving.requests import ChatRequest, CompletionRequest, SharedFields
 from medusa.serving.worker import Update
 
 
@@ -54,7 +54,7 @@ class Dialect(SharedFields):
         return ChatRequest
 
     @property
-    def asked(self) -> ChatRequest:
+    def asked(self) -> ChatRequest | CompletionRequest:
         return self.chat
 
     def _shared_fields(self) -> dict[str, Any]:
@@ -126,9 +126,9 @@ class Conversation:
         calls = self.messages[-1].setdefault("tool_calls", [])
         calls.append({"id": identity, "function": {"name": name, "arguments": arguments}})
 
-    def result(self, identity: str, text: str) -> None:
-        """What came of a call."""
-        name = self._names.get(identity)
+    def result(self, identity: str, text: str, name: str | None = None) -> None:
+        """What came of a call, of the function ``name`` where a client says it."""
+        name = name or self._names.get(identity)
         self.messages.append({"role": "tool", "content": text, "tool_call_id": identity, "name": name})
 
 

@@ -32,6 +32,8 @@ OPEN_PATHS = ("/", "/health", *(f"/vendor/{name}" for name in PAGE_SCRIPTS))
 """Paths that need no key: they disclose nothing."""
 ANTHROPIC_PATH = "/v1/messages"
 """Errors of what begins with it have Anthropic's form."""
+OLLAMA_PATH = "/api/"
+"""Errors of what begins with it have Ollama's form."""
 MAX_REQUESTS = 704
 """Requests under way at once, whether they wait, decode or are being read."""
 MAX_LOGGED_PATH = 200
@@ -169,6 +171,8 @@ def answer_of(refusal: RequestError, scope: Any, headers: Mapping[str, str] | No
     if scope["path"].startswith(ANTHROPIC_PATH):
         status = ANTHROPIC_STATUS.get(status, status)
         body = {**anthropic_error(refusal), "request_id": scope["state"]["request_id"]}
+    if scope["path"].startswith(OLLAMA_PATH):
+        body = {"error": str(refusal)}
     return JSONResponse(body, status, headers or refusal.headers)
 
 

@@ -9,7 +9,7 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -40,6 +40,9 @@ def read(reader: OutputParser, update: Update) -> tuple[list[Part], str | None]:
 
 class StreamedReplies(abc.ABC):
     """The objects of one reply, whole or as a stream."""
+
+    is_lines: ClassVar[bool] = False
+    """A stream is lines of JSON, and no server-sent events."""
 
     @abc.abstractmethod
     def whole(self, updates: Sequence[Sequence[Update]], usage: dict[str, Any]) -> dict[str, Any]:

@@ -347,6 +347,10 @@ class SharedFields(Body):
         """The chat or the completion that this asks for."""
         raise NotImplementedError
 
+    def told_at_once(self, model_name: str) -> dict[str, Any] | None:
+        """The reply to a request that wants no answer of the model; None for all others."""
+        return None
+
     @classmethod
     def own_name(cls, field: str) -> str:
         """What a client calls this field of :attr:`asked`."""

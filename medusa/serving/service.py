@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -152,6 +153,7 @@ class Service:
         self._corpora: dict[Hashable, SuffixCorpus] = {}
         if options.suffix_cache_mib:
             self.corpus_of(None)  # refused, if at all, at the start
+        self.began_at = datetime.now(UTC).isoformat()
         self.is_draining = False
         """New requests are refused."""
 
@@ -342,9 +344,9 @@ class Service:
         prompt has ended it, None where the model may begin it or not."""
         return in_reasoning(self.tokenizer, prompt, self.output_format.reasoning_tags)
 
-    def reader(self, request: ChatRequest | InfillRequest, prompt: Sequence[int]) -> OutputParser:
+    def reader(self, request: ChatRequest | CompletionRequest, prompt: Sequence[int]) -> OutputParser:
         """The output parser of an answer to ``prompt``."""
-        if isinstance(request, InfillRequest):  # all of it is text
+        if isinstance(request, CompletionRequest):  # all of it is text
             return OutputParser(OutputFormat())
         tools = {tool["function"]["name"]: tool["function"] for tool in request.may_call}
         most = 1 if request.parallel_tool_calls is False else None
