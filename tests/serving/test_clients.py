@@ -3,7 +3,8 @@
 A client runs in the first Python that has it: this one, or one of CLIENT_PYTHONS, since two versions of one
 package do not fit one environment:
 
-    python3 -m venv clients && clients/bin/pip install 'openai<3' langchain-openai litellm llm anthropic ollama
+    python3 -m venv clients
+    clients/bin/pip install 'openai<3' langchain-openai litellm llm anthropic ollama
     CLIENT_PYTHONS=$PWD/clients/bin/python pytest -m slow tests/serving/test_clients.py
 """
 
