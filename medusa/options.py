@@ -107,6 +107,11 @@ def check_at_least(options: Any, lowest: float, *names: str) -> None:
     _check(options, "below 2**63", lambda value: value < 2**63, names)  # what arrays and generators take
 
 
+def check_at_most(options: Any, highest: float, *names: str) -> None:
+    """Raise ValueError for the first of ``names`` that is given and above ``highest``."""
+    _check(options, f"at most {highest:g}", lambda value: value <= highest, names)
+
+
 def check_above(options: Any, lowest: float, *names: str) -> None:
     """Raise ValueError for the first of ``names`` that is given and not above ``lowest``, or infinite."""
     _check(options, f"above {lowest:g}", lambda value: lowest < value < math.inf, names)

@@ -165,8 +165,8 @@ class AnswerText:
         self._reasoning_tags = reasoning_tags
         # None until the text says whether it begins with reasoning
         self._in_reasoning = (in_reasoning or None) if stops and reasoning_tags[1] else False
-        self.is_stopped = False
-        """A stop string has come; nothing follows."""
+        self.stop_string: str | None = None
+        """The stop string that has come."""
         self._starts: list[int] = []  # characters before each token
         self._num_written = self._num_passed = 0  # characters, and those of them that are out
         self._has_ended = False
@@ -201,6 +201,11 @@ class AnswerText:
         held = self._held
         self._held = []
         return pieces if self.is_stopped else pieces + _shown(held)
+
+    @property
+    def is_stopped(self) -> bool:
+        """A stop string has come; nothing follows."""
+        return self.stop_string is not None
 
     @property
     def num_told(self) -> int:
@@ -247,13 +252,13 @@ class AnswerText:
         whole = "".join(piece.text for piece in pieces)
         num_before = self._num_written - len(whole)
         shown = "".join(piece.text for piece in _shown(pieces))
-        stop_positions = [at for stop in self._stops if (at := whole.find(stop)) >= 0]
-        stop_positions += [_place(pieces, at) for stop in self._stops if (at := shown.find(stop)) >= 0]
-        if stop_positions:
-            self.is_stopped = True
+        stop_places = [(at, stop) for stop in self._stops if (at := whole.find(stop)) >= 0]
+        stop_places += [(_place(pieces, at), stop) for stop in self._stops if (at := shown.find(stop)) >= 0]
+        if stop_places:
+            end, self.stop_string = min(stop_places)
             self._held = []
-            self._num_passed = num_before + min(stop_positions)
-            return _shown(_cut(pieces, min(stop_positions))[0])
+            self._num_passed = num_before + end
+            return _shown(_cut(pieces, end)[0])
         open_at = [len(whole) - overlap(whole, stop) for stop in self._stops]
         open_at += [_place(pieces, len(shown) - overlap(shown, stop)) for stop in self._stops]
         num_certain = min(open_at, default=len(whole))

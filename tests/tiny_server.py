@@ -15,6 +15,7 @@ from tiny_chat import chat_tokenizer
 from medusa import CandidateTree, MedusaModel
 from medusa.decoding.batch import Batch
 from medusa.serving.application import create_application
+from medusa.serving.output_parser import Part
 from medusa.serving.server import SignalledServer, bound_socket
 from medusa.serving.service import Service
 from medusa.serving.settings import AccessOptions, ServiceOptions
@@ -35,9 +36,25 @@ TOOL = {"type": "function", "function": WEATHER}
 
 
 def tiny_service(model: MedusaModel, num_owners: int = 0, **options) -> Service:
-    """A service of the model called tiny, of few rows."""
-    given = {"served_model_name": ("tiny",), "max_rows": 4, "chunk": 32, **options}
+    """A service of the model called tiny and nothing else, of few rows."""
+    given = {"served_model_name": ("tiny",), "any_model_name": False, "max_rows": 4, "chunk": 32, **options}
     return Service(model, ServiceOptions(**given), num_owners=num_owners)
+
+
+class ScriptedReader:
+    """A reader of answers that hands out what it was given, one part for each update."""
+
+    num_calls = 2
+    is_call_open = False
+
+    def __init__(self, *parts: Part):
+        self.parts = [*parts]
+
+    def feed(self, text: str) -> list[Part]:
+        return [self.parts.pop(0)]
+
+    def finish(self, is_cut: bool = False) -> list[Part]:
+        return []
 
 
 class Running:

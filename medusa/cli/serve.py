@@ -19,8 +19,9 @@ KEY_VARIABLE = "MEDUSA_API_KEY"
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """Answer over HTTP as OpenAI's servers do: /v1/chat/completions, /v1/responses, /v1/completions,
-    /v1/models, /tokenize, /detokenize, /version, /health, /metrics. Requests are decoded together, and each
-    gets the same text as in a batch of its own.
+    /v1/models, /tokenize, /detokenize, /version, /health, /metrics; as Anthropic's: /v1/messages; and as
+    Ollama's: /api/chat, /api/generate. Requests are decoded together, and each gets the same text as in a
+    batch of its own.
 
         medusa serve
         medusa serve --engine int8 --max-rows 8

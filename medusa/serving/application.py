@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's endpoints over one :class:`medusa.serving.service.Service`.
+"""The HTTP application: the endpoints of all protocols over one :class:`medusa.serving.service.Service`.
 
 Nothing here decodes. Requests have passed :mod:`medusa.serving.gate`, and an answer never shows a path, a
 template or a traceback. A client that disconnects has its answers dropped before the next step.
@@ -31,8 +31,18 @@ from starlette.exceptions import HTTPException
 
 import medusa
 from medusa.conversations import check_keepable
+from medusa.serving.dialects import Dialect, ReplyContext
 from medusa.serving.gate import MAX_UNREAD, PAGE_SCRIPTS, Gate, answer_of
-from medusa.serving.replies import DONE, LlamaReplies, Replies, RequestError, usage_of
+from medusa.serving.messages import MessagesRequest
+from medusa.serving.ollama import (
+    OLLAMA_VERSION,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    ShowRequest,
+    ollama_card,
+    ollama_facts,
+)
+from medusa.serving.replies import DONE, LlamaReplies, Replies, RequestError, StreamedReplies, usage_of
 from medusa.serving.requests import (
     Body,
     ChatRequest,
@@ -47,12 +57,11 @@ from medusa.serving.requests import (
     message_of,
     most_specific_error,
 )
-from medusa.serving.responses import ResponseReplies, ResponsesRequest, rename_error_fields, responses_name
+from medusa.serving.responses import ResponsesRequest
 from medusa.serving.service import Service, overloaded, shutting_down
 from medusa.serving.settings import AccessOptions
 from medusa.serving.worker import Answer, Update
 
-AnyReplies = Replies | LlamaReplies | ResponseReplies
 log = logging.getLogger("medusa.serving")
 BODY_SECONDS = 30.0
 """Seconds to receive a body."""
@@ -121,7 +130,7 @@ def create_application(service: Service, access: AccessOptions) -> FastAPI:
     @readable("/v1/models/{name:path}")
     async def model(name: str) -> Any:
         service.check_name(name)
-        return service.model_card(name)
+        return service.model_card(service.real_name(name))
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Any:
@@ -149,12 +158,55 @@ def create_application(service: Service, access: AccessOptions) -> FastAPI:
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
-        try:
+        with _own_words(ResponsesRequest):
             return await endpoints.answered(request, ResponsesRequest)
-        except RequestError as error:
-            raise rename_error_fields(error) from error
+
+    @app.post("/v1/messages")
+    async def respond_as_anthropic(request: Request) -> Response:
+        with _own_words(MessagesRequest):
+            return await endpoints.answered(request, MessagesRequest)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Any:
+        with _own_words(MessagesRequest):
+            return await endpoints.computed(request, MessagesRequest, service.num_tokens)
+
+    @readable("/api/version")
+    async def ollama_version() -> dict[str, str]:
+        return {"version": OLLAMA_VERSION, "medusa": medusa.__version__}
+
+    @readable("/api/tags")
+    async def ollama_models() -> dict[str, Any]:
+        return {"models": [ollama_card(service, name) for name in service.names]}
+
+    @readable("/api/ps")
+    async def ollama_loaded() -> dict[str, Any]:
+        return {"models": [ollama_card(service, service.names[0])]}
+
+    @app.post("/api/show")
+    async def ollama_show(request: Request) -> Any:
+        return await endpoints.computed(request, ShowRequest, partial(ollama_facts, service))
+
+    @app.post("/api/chat")
+    async def chat_as_ollama(request: Request) -> Response:
+        with _own_words(OllamaChatRequest):
+            return await endpoints.answered(request, OllamaChatRequest)
+
+    @app.post("/api/generate")
+    async def generate_as_ollama(request: Request) -> Response:
+        with _own_words(OllamaGenerateRequest):
+            return await endpoints.answered(request, OllamaGenerateRequest)
 
     return app
+
+
+@contextlib.contextmanager
+def _own_words(kind: type[Dialect]) -> Iterator[None]:
+    """Names fields in errors as this dialect does."""
+    try:
+        yield
+    except RequestError as error:
+        raise kind.own_error(error) from error
 
 
 def _page_headers(page: str) -> dict[str, str]:
@@ -211,8 +263,8 @@ def _checked(raw: bytes, kind: Any) -> Any:
     try:
         check_keepable(body, "the body", MAX_DEPTH)
         request = kind.model_validate(body)
-        if isinstance(request, ResponsesRequest):
-            _ = request.chat  # raises errors of the chat fields here
+        if isinstance(request, Dialect):
+            _ = request.asked  # raises errors of the chat fields here
         return request
     except ValidationError as error:
         wrong = most_specific_error(
@@ -265,12 +317,16 @@ class _Endpoints:
         return await self._run(self.preparing, work, request)
 
     async def answered(
-        self, http_request: Request, kind: type[ChatRequest | CompletionRequest | ResponsesRequest]
+        self, http_request: Request, kind: type[ChatRequest | CompletionRequest | Dialect]
     ) -> Response:
         """The answers to a request of this kind, whole or as a stream."""
         service = self.service
         body, request, unread = await self._run(self.preparing, self._read, await _body(http_request), kind)
         http_request.scope["state"]["unread"] = unread
+        immediate_reply = body.told_at_once(service.real_name(body.model))
+        if immediate_reply is not None:
+            service.check_name(body.model)
+            return JSONResponse(immediate_reply)
         service.check(request)
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
@@ -299,7 +355,7 @@ class _Endpoints:
                 loop.run_in_executor(None, record.write)
 
         if request.stream:
-            return _EventStream(_events(request, answers, queue, replies, record), end)
+            return _Stream(_events(request, answers, queue, replies, record), end, replies.is_lines)
         try:
             updates = await _unless_disconnected(http_request, _collected(queue, len(answers)))
             if updates is None:
@@ -309,18 +365,16 @@ class _Endpoints:
             end()
 
     def _read(
-        self, raw: bytes, kind: type[ChatRequest | CompletionRequest | ResponsesRequest]
+        self, raw: bytes, kind: type[ChatRequest | CompletionRequest | Dialect]
     ) -> tuple[Any, ChatRequest | CompletionRequest, list[str]]:
         """A body of this kind, the same as a chat or a completion, and the fields that nobody reads."""
         body = _checked(raw, kind)
-        request = body.chat if isinstance(body, ResponsesRequest) else body
-        unread = self.service.unread(request)
-        if isinstance(body, ResponsesRequest):
-            unread = [*dict.fromkeys([*body.unread(), *map(responses_name, unread)])]
-        return body, request, unread
+        request = body.asked
+        unread = [*body.unread(), *map(body.own_name, self.service.unread(request))]
+        return body, request, [*dict.fromkeys(unread)]
 
 
-def _whole(updates: Sequence[Sequence[Update]], replies: AnyReplies, record: _Record) -> JSONResponse:
+def _whole(updates: Sequence[Sequence[Update]], replies: StreamedReplies, record: _Record) -> JSONResponse:
     """The reply that is not streamed, once all updates of each answer are there.
 
     Raises:
@@ -356,14 +410,15 @@ class _PatientResponse(JSONResponse):
 
 def _replies(
     service: Service,
-    body: ChatRequest | CompletionRequest | ResponsesRequest,
+    body: ChatRequest | CompletionRequest | Dialect,
     request: ChatRequest | CompletionRequest,
     prompts: Sequence[Sequence[int]],
-) -> AnyReplies:
+) -> StreamedReplies:
     """The writer of replies of the requested kind."""
-    name = request.model or service.names[0]
-    if isinstance(body, ResponsesRequest):
-        return ResponseReplies(body, name, service.tokenizer, service.reader(body.chat, prompts[0]))
+    name = service.real_name(request.model)
+    if isinstance(body, Dialect):
+        reader = service.reader(request, prompts[0])
+        return body.replies(ReplyContext(name, service.tokenizer, reader, len(prompts[0]), service.sampling))
     if isinstance(request, LlamaInfillRequest):
         return LlamaReplies(request, name)
     echoed: list[str] = []
@@ -375,12 +430,13 @@ def _replies(
     return Replies(request, name, service.tokenizer, partial(service.reader, request, prompts[0]))
 
 
-class _EventStream(StreamingResponse):
-    """Server-sent events; ``at_end`` is called however the stream ends, also when it never began."""
+class _Stream(StreamingResponse):
+    """Server-sent events, or lines; ``at_end`` is called however it ends, also when it never began."""
 
-    def __init__(self, events: AsyncIterator[str], at_end: Callable[[], object]):
+    def __init__(self, events: AsyncIterator[str], at_end: Callable[[], object], is_lines: bool):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
+        media_type = "application/x-ndjson" if is_lines else "text/event-stream"
+        super().__init__(events, media_type=media_type, headers=headers)
         self.at_end = at_end
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -394,12 +450,13 @@ async def _events(
     request: ChatRequest | CompletionRequest,
     answers: Sequence[Answer],
     queue: asyncio.Queue[tuple[int, Update]],
-    replies: AnyReplies,
+    replies: StreamedReplies,
     record: _Record,
 ) -> AsyncIterator[str]:
-    """Server-sent events, and comments where nothing has come for long, for which proxies wait."""
+    """Server-sent events, and comments where nothing has come for long, for which proxies wait; or lines."""
+    encoded = _line if replies.is_lines else _event
     shows = request.stream_options is not None and request.stream_options.include_depths
-    for event in await run_in_threadpool(lambda: [*map(_event, replies.start(len(answers)))]):
+    for event in await run_in_threadpool(lambda: [*map(encoded, replies.start(len(answers)))]):
         yield event
     left = len(answers)
     while left:
@@ -408,21 +465,28 @@ async def _events(
                 index, update = await queue.get()
         except TimeoutError:
             num_read = sum(min(answer.row.num_read, len(answer.row.prompt)) for answer in answers)
-            yield f": read {num_read} of {record.num_to_read}\n\n"
+            if not replies.is_lines:
+                yield f": read {num_read} of {record.num_to_read}\n\n"
+            for body in replies.waiting():
+                yield encoded(body)
             continue
         failure = _failure(update.finish_reason)
         for body in replies.part(index, update) if failure is None else ():
-            yield _event(body)
+            yield encoded(body)
         if failure is not None:
             break
         left -= update.finish_reason is not None
 
     def last_events() -> list[str]:
         record.write()
-        return [*map(_event, replies.end(record.usage) if failure is None else replies.failed(failure))]
+        return [*map(encoded, replies.end(record.usage) if failure is None else replies.failed(failure))]
 
     for event in await run_in_threadpool(last_events):
         yield event
+
+
+def _line(body: Any) -> str:
+    return f"{json.dumps(body, ensure_ascii=False)}\n"
 
 
 def _event(body: Any) -> str:

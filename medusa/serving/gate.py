@@ -19,7 +19,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
-from medusa.serving.replies import RequestError
+from medusa.serving.replies import ANTHROPIC_STATUS, RequestError, anthropic_error
 from medusa.serving.service import overloaded
 from medusa.serving.settings import AccessOptions
 
@@ -30,6 +30,10 @@ PAGE_SCRIPTS = ("marked.umd.js", "purify.min.js")
 ABSOLUTE = re.compile(r"https?://([^/?#]*)", re.IGNORECASE)
 OPEN_PATHS = ("/", "/health", *(f"/vendor/{name}" for name in PAGE_SCRIPTS))
 """Paths that need no key: they disclose nothing."""
+ANTHROPIC_PATH = "/v1/messages"
+"""Errors of what begins with it have Anthropic's form."""
+OLLAMA_PATH = "/api/"
+"""Errors of what begins with it have Ollama's form."""
 MAX_REQUESTS = 704
 """Requests under way at once, whether they wait, decode or are being read."""
 MAX_LOGGED_PATH = 200
@@ -62,7 +66,8 @@ class Gate:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
-                own = [(b"x-request-id", identity.encode()), (b"x-content-type-options", b"nosniff")]
+                own = [(name, identity.encode()) for name in (b"x-request-id", b"request-id")]
+                own.append((b"x-content-type-options", b"nosniff"))
                 unread = scope["state"].get("unread")
                 if unread:
                     own.append((b"x-ignored-fields", as_header(unread)))
@@ -102,9 +107,12 @@ class Gate:
     def _refusal(self, scope: Any, headers: dict[bytes, bytes]) -> RequestError | None:
         path = scope["path"]
         if self.access.api_key and path not in OPEN_PATHS:
-            scheme, _, credentials = headers.get(b"authorization", b"").partition(b" ")
-            known = [hmac.compare_digest(credentials.strip(), key.encode()) for key in self.access.api_key]
-            if scheme.lower() != b"bearer" or not any(known):
+            sent_keys = _keys_in(headers)
+            known = [
+                any([hmac.compare_digest(sent, key.encode()) for sent in sent_keys])
+                for key in self.access.api_key
+            ]
+            if not any(known):
                 return RequestError("the API key is missing or wrong", 401, code="invalid_api_key")
             scope["state"]["owner"] = known.index(True)
         if self.num_under_way >= MAX_REQUESTS and path not in OPEN_PATHS:
@@ -121,6 +129,13 @@ class Gate:
         if length.isdigit() and int(length) > self.access.max_body_bytes:
             return _too_large(self.access.max_body_bytes)
         return None
+
+
+def _keys_in(headers: dict[bytes, bytes]) -> list[bytes]:
+    """The keys that a client has sent: OpenAI's clients send a Bearer key, Anthropic's also ``x-api-key``."""
+    scheme, _, credentials = headers.get(b"authorization", b"").partition(b" ")
+    keys = [credentials.strip()] if scheme.lower() == b"bearer" else []
+    return [*keys, headers[b"x-api-key"].strip()] if b"x-api-key" in headers else keys
 
 
 def as_header(names: Sequence[str]) -> bytes:
@@ -151,7 +166,14 @@ def _too_large(most: int) -> RequestError:
 def answer_of(refusal: RequestError, scope: Any, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """The reply that refuses a request; :class:`Gate` logs it."""
     scope["state"]["refusal"] = refusal
-    return JSONResponse(refusal.body, refusal.status, headers or refusal.headers)
+    status = refusal.status
+    body = refusal.body
+    if scope["path"].startswith(ANTHROPIC_PATH):
+        status = ANTHROPIC_STATUS.get(status, status)
+        body = {**anthropic_error(refusal), "request_id": scope["state"]["request_id"]}
+    if scope["path"].startswith(OLLAMA_PATH):
+        body = {"error": str(refusal)}
+    return JSONResponse(body, status, headers or refusal.headers)
 
 
 def _log_refusal(scope: Any) -> None:

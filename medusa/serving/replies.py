@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import abc
 import codecs
 import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,12 +33,44 @@ def read(reader: OutputParser, update: Update) -> tuple[list[Part], str | None]:
     parts = reader.feed("".join(piece.text for piece in update.pieces))
     reason = update.finish_reason
     if reason is not None:
-        parts += reader.finish(is_cut=reason != "stop" or update.is_stopped)
+        parts += reader.finish(is_cut=reason != "stop" or update.stop_string is not None)
     has_called = reader.num_calls > 0 and not reader.is_call_open
     return parts, "tool_calls" if reason == "stop" and has_called else reason
 
 
-class Replies:
+class StreamedReplies(abc.ABC):
+    """The objects of one reply, whole or as a stream."""
+
+    is_lines: ClassVar[bool] = False
+    """A stream is lines of JSON, and no server-sent events."""
+
+    @abc.abstractmethod
+    def whole(self, updates: Sequence[Sequence[Update]], usage: dict[str, Any]) -> dict[str, Any]:
+        """The body of a reply that is not streamed, of all updates of each choice."""
+
+    @abc.abstractmethod
+    def start(self, num_answers: int) -> list[Any]:
+        """The first chunks of a stream."""
+
+    @abc.abstractmethod
+    def part(self, index: int, update: Update) -> list[Any]:
+        """The chunks of an update; none where there is nothing to tell yet."""
+
+    def waiting(self) -> list[Any]:
+        """The chunks of a stream that has nothing to tell yet, for clients that leave where none come;
+        comments do for the others."""
+        return []
+
+    @abc.abstractmethod
+    def end(self, usage: dict[str, Any]) -> list[Any]:
+        """The last chunks of a stream."""
+
+    @abc.abstractmethod
+    def failed(self, error: RequestError) -> list[Any]:
+        """The last chunks of a stream that cannot go on."""
+
+
+class Replies(StreamedReplies):
     """The objects of one reply; its chunks share an id.
 
     Args:
@@ -203,7 +236,7 @@ class Replies:
         return token_bytes(self.tokenizer, token, before)
 
 
-class LlamaReplies:
+class LlamaReplies(StreamedReplies):
     """The objects of one reply of llama.cpp's own form: flat, and a stream ends with the one that stops."""
 
     def __init__(self, request: LlamaInfillRequest, model_name: str):
@@ -326,7 +359,8 @@ def _finite(logprob: float) -> float:
 
 
 class RequestError(Exception):
-    """A request that is not answered; ``status`` is the HTTP status."""
+    """A request that is not answered; ``status`` is the HTTP status, ``excess`` the tokens of a prompt that
+    is too long and the most that fit."""
 
     def __init__(
         self,
@@ -335,12 +369,14 @@ class RequestError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        excess: tuple[int, int] | None = None,
     ):
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self.excess = excess
 
     @property
     def body(self) -> dict[str, Any]:
@@ -352,3 +388,29 @@ class RequestError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+
+
+ANTHROPIC_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Names of errors in Anthropic's protocol, by status."""
+ANTHROPIC_STATUS = {503: 529}
+"""Statuses that this protocol has others for."""
+
+
+def anthropic_error(error: RequestError) -> dict[str, Any]:
+    """The body of ``error`` in Anthropic's form. Of a prompt that is too long it says so in the words by
+    which clients know that they must shorten a conversation."""
+    kind = ANTHROPIC_ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    text = str(error)
+    if error.excess is not None:
+        text = "prompt is too long: {} tokens > {} maximum; shorten it".format(*error.excess)
+    elif error.code == "context_length_exceeded":
+        text = f"prompt is too long: {text}"
+    return {"type": "error", "error": {"type": kind, "message": text}}

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -29,11 +29,14 @@ from pydantic import (
 )
 from transformers import PreTrainedTokenizerBase
 
+from medusa.base.sampling_advice import SamplingAdvice
 from medusa.conversations import written_call
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 512
 MAX_CHOICES = 16
 MAX_TOOLS = 128
+MAX_FUNCTION_NAME = 256
+"""Characters of a function's name, behind that of its namespace."""
 MAX_MESSAGES, MAX_PARTS, MAX_CALLS = 2048, 1024, 128
 MAX_BIASES = 4096
 MAX_FIELDS, MAX_NAME = 512, 64
@@ -340,6 +343,20 @@ class SharedFields(Body):
         return stops
 
     @property
+    def asked(self) -> ChatRequest | CompletionRequest:
+        """The chat or the completion that this asks for."""
+        raise NotImplementedError
+
+    def told_at_once(self, model_name: str) -> dict[str, Any] | None:
+        """The reply to a request that wants no answer of the model; None for all others."""
+        return None
+
+    @classmethod
+    def own_name(cls, field: str) -> str:
+        """What a client calls this field of :attr:`asked`."""
+        return field
+
+    @property
     def num_logprobs(self) -> int | None:
         raise NotImplementedError
 
@@ -447,7 +464,7 @@ class OfferedFunction(Body):
 
     passes_extra_fields = True
 
-    name: Annotated[str, Field(min_length=1, max_length=64)]
+    name: Annotated[str, Field(min_length=1, max_length=MAX_FUNCTION_NAME)]
     parameters: Parameters | None = None
 
 
@@ -519,6 +536,10 @@ class ChatRequest(SharedFields, Rendering):
         return self
 
     @property
+    def asked(self) -> ChatRequest:
+        return self
+
+    @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -532,6 +553,11 @@ class ChatRequest(SharedFields, Rendering):
         if self.tool_choice == "none":
             return []
         return [tool.as_sent for tool in self.tools or []]
+
+    @property
+    def may_call(self) -> list[dict[str, Any]]:
+        """The tools of which the answer may be a call."""
+        return self.offered
 
     @property
     def must_call(self) -> list[dict[str, Any]]:
@@ -587,6 +613,10 @@ class CompletionRequest(SharedFields):
     @property
     def num_answers(self) -> int:
         return self.n * len(self.prompts)
+
+    @property
+    def asked(self) -> CompletionRequest:
+        return self
 
     @property
     def num_logprobs(self) -> int | None:
@@ -686,23 +716,20 @@ def _prompts_of(prompt: Any) -> list[str | list[int]]:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-def sampling_arguments(request: SharedFields) -> dict[str, Any]:
-    """For ``MedusaModel.request``: the arguments of ``generate``, with OpenAI's defaults (temperature 1).
-
-    The sampling options of a model's generation configuration are not used: clients of this protocol expect
-    the unchanged distribution.
-    """
-    temperature = 1.0 if request.temperature is None else request.temperature
+def sampling_arguments(request: SharedFields, defaults: SamplingAdvice) -> dict[str, Any]:
+    """For ``MedusaModel.request``: the arguments of ``generate``; ``defaults`` are the options that a request
+    leaves out, and all of them are said."""
+    wanted = SamplingAdvice(
+        **{field.name: getattr(request, field.name) for field in fields(SamplingAdvice)}
+    ).over(defaults)
+    temperature = wanted.temperature or 0.0
     if temperature < LEAST_TEMPERATURE:
         temperature = 0.0
     arguments: dict[str, Any] = {"do_sample": temperature > 0}
-    arguments["repetition_penalty"] = request.repetition_penalty or 1.0
+    arguments["repetition_penalty"] = wanted.repetition_penalty
     if temperature > 0:
-        arguments |= {"temperature": temperature, "top_k": max(0, request.top_k or 0)}
-        arguments |= {
-            "top_p": 1.0 if request.top_p is None else request.top_p,
-            "min_p": request.min_p or None,
-        }
+        arguments |= {"temperature": temperature, "top_k": max(0, wanted.top_k or 0)}
+        arguments |= {"top_p": wanted.top_p, "min_p": wanted.min_p or None}
     if request.logit_bias:
         arguments["sequence_bias"] = [[[int(key)], float(bias)] for key, bias in request.logit_bias.items()]
     return arguments

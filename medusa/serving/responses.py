@@ -6,17 +6,21 @@ Nothing is kept between requests: who goes on with a conversation sends all of i
 from __future__ import annotations
 
 import functools
+import json
+import re
 import time
-import uuid
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, field_validator, model_validator
 
-from medusa.serving.output_parser import OutputParser, Part
-from medusa.serving.replies import RequestError, read
+from medusa.serving.dialects import BlockReplies, Conversation, Dialect, ReplyContext, new_identity
+from medusa.serving.json_repair import repaired
+from medusa.serving.replies import RequestError
 from medusa.serving.requests import (
     FIRST_ALONE,
+    MAX_FUNCTION_NAME,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
@@ -24,20 +28,13 @@ from medusa.serving.requests import (
     ChatRequest,
     JsonSchema,
     Parameters,
-    SharedFields,
+    TextForm,
     TextPart,
     Whole,
+    json_value,
+    shortened,
     text_of,
 )
-from medusa.serving.worker import Update
-
-IN_WORDS_OF_CHAT = {
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-    "messages": "input",
-}
-"""Fields of a chat that have other names here."""
 
 
 class InputPart(TextPart):
@@ -52,15 +49,24 @@ Content = str | Annotated[list[InputPart], Field(max_length=MAX_PARTS), FIRST_AL
 class InputItem(Body):
     """An item of a conversation: a message, a call that the model has made, what came of it, reasoning."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal[
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+    ] = "message"
     id: str | None = None
     status: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Content | None = None
     summary: Content | None = None
     call_id: str | None = None
+    namespace: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: Content | None = None
 
     @model_validator(mode="after")
@@ -69,6 +75,8 @@ class InputItem(Body):
             "message": ("role", "content"),
             "function_call": ("call_id", "name", "arguments"),
             "function_call_output": ("call_id", "output"),
+            "custom_tool_call": ("call_id", "name", "input"),
+            "custom_tool_call_output": ("call_id", "output"),
             "reasoning": (),
         }
         for name in needed[self.type]:
@@ -77,21 +85,126 @@ class InputItem(Body):
         return self
 
 
-class OfferedTool(Body):
-    """A function that the model may call."""
+class InputFormat(Body):
+    """The form of a custom tool's input."""
 
-    type: Literal["function"]
-    name: Annotated[str, Field(min_length=1, max_length=64)]
+    type: Literal["text", "grammar"] = "text"
+    syntax: Literal["lark", "regex"] = "lark"
+    definition: str | None = None
+
+    @model_validator(mode="after")
+    def _has_definition(self) -> InputFormat:
+        if self.type == "grammar" and not self.definition:
+            raise ValueError("type 'grammar' needs syntax and definition")
+        return self
+
+    @property
+    def text_form(self) -> TextForm | None:
+        """None for text."""
+        if self.type == "text":
+            return None
+        return TextForm("grammar" if self.syntax == "lark" else "regex", self.definition, "tools[].format")
+
+
+class OfferedTool(Body):
+    """A function that the model may call, a custom tool, whose input is text, or a namespace of such tools;
+    a tool of another type is one that OpenAI's servers run."""
+
+    type: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(min_length=1, max_length=MAX_FUNCTION_NAME)] | None = None
     description: str | None = None
     parameters: Parameters | None = None
     strict: StrictBool | None = None
+    format: InputFormat | None = None
+    tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS), FIRST_ALONE] | None = None
+
+    @model_validator(mode="after")
+    def _has_name(self) -> OfferedTool:
+        if self.type in ("function", "custom", "namespace") and self.name is None:
+            raise ValueError(f"a tool of type {self.type!r} needs name")
+        return self
+
+    def shown(self, namespace: str | None = None) -> list[ShownTool]:
+        """The functions that the model is shown for it; none for a tool that nobody here can run."""
+        if self.type == "namespace":
+            return [shown for tool in self.tools or () for shown in tool.shown(self.name)]
+        if self.type not in ("function", "custom"):
+            return []
+        function = {key: value for key, value in self.as_sent.items() if key in FUNCTION_KEYS}
+        form = None
+        if self.type == "custom":
+            form = None if self.format is None else self.format.text_form
+            function = {key: function[key] for key in function if key in ("name", "description")}
+            if form is not None:
+                rule = f"The input keeps to this {self.format and self.format.syntax} grammar:"
+                about = f"{self.description}\n\n" if self.description else ""
+                function["description"] = f"{about}{rule}\n{form.constraint}"
+            function["parameters"] = INPUT_ALONE
+        function["name"] = shown_name(namespace, self.name or "")
+        return [ShownTool(namespace, self.name or "", function, self.type == "custom", form)]
+
+    def dropped(self) -> dict[str, None]:
+        """What the model is not shown of it, as it is reported."""
+        if self.type == "namespace":
+            unshown = {"tools[namespace].description": None} if self.description else {}
+            return unshown | {name: None for tool in self.tools or () for name in tool.dropped()}
+        return {} if self.shown() else {f"tools[{shortened(self.type)}]": None}
+
+
+@dataclass(frozen=True)
+class ShownTool:
+    """A tool as the model is shown it: a function, behind whose name stands that of its namespace."""
+
+    namespace: str | None
+    name: str
+    function: dict[str, Any]
+    is_custom: bool
+    """Its input is text."""
+    form: TextForm | None
+    """That its input keeps to."""
+
+
+def shown_name(namespace: str | None, name: str) -> str:
+    """The name under which the model is shown a tool of a namespace."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+FUNCTION_KEYS = ("name", "description", "parameters", "strict")
+"""Keys of a function that its chat template may show."""
+INPUT_ALONE = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""Parameters of a custom tool."""
 
 
 class ChosenTool(Body):
     """The tool that must be called."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
+    namespace: str | None = None
+
+
+class InputOfTool(ChatRequest):
+    """A chat whose answer is the input of a custom tool, and not a call of it: a call holds its input as
+    JSON, where the input's own grammar cannot be kept."""
+
+    form: TextForm
+
+    @property
+    def may_call(self) -> list[dict[str, Any]]:
+        return []
+
+    @property
+    def must_call(self) -> list[dict[str, Any]]:
+        return []
+
+    @property
+    def text_form(self) -> TextForm:
+        return self.form
 
 
 class TextFormat(JsonSchema):
@@ -123,6 +236,39 @@ class ReasoningOptions(Body):
     effort: Annotated[str, Field(max_length=40)] | None = None
 
 
+@dataclass(frozen=True)
+class ItemType:
+    """What a block is called."""
+
+    name: str
+    letters: str
+    """At the beginning of its id."""
+    event: str
+    """In the names of events with its text; the type of its content."""
+    text_field: str = ""
+    """Of a call, for its arguments."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the item, and of its content."""
+    fields_of_text: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_call(self) -> bool:
+        return bool(self.text_field)
+
+
+ITEM_TYPES = {
+    "text": ItemType(
+        "message",
+        "msg",
+        "output_text",
+        fields={"role": "assistant"},
+        fields_of_text={"annotations": [], "logprobs": []},
+    ),
+    "reasoning": ItemType("reasoning", "rs", "reasoning_text", fields={"summary": []}),
+    "call": ItemType("function_call", "fc", "function_call_arguments", "arguments"),
+    "input": ItemType("custom_tool_call", "ctc", "custom_tool_call_input", "input"),
+}
+"""The items of a response, by the kind of the block; ``input`` is a call of a custom tool."""
 MAX_PAIRS = 16
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
@@ -134,13 +280,19 @@ def _few_pairs(metadata: Any) -> Any:
     return metadata
 
 
-class ResponsesRequest(SharedFields):
+class ResponsesRequest(Dialect):
     """``POST /v1/responses``. ``input`` is a conversation, or the user's message."""
+
+    names_of: ClassVar[dict[str, str]] = {
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+        "messages": "input",
+    }
 
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES), FIRST_ALONE]
     instructions: str | None = None
     max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
-    n: Literal[1] = 1
     tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS), FIRST_ALONE] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: StrictBool | None = None
@@ -160,101 +312,96 @@ class ResponsesRequest(SharedFields):
                 "this server keeps no answers; leave it out and send the whole conversation in input"
             )
 
-    @functools.cached_property
-    def chat(self) -> ChatRequest:
-        """The same as a chat."""
-        shared = {*SharedFields.model_fields} - {"n", "response_format"}
-        body = self.model_dump(include=shared, exclude_unset=True, by_alias=True)
-        body["messages"] = self._messages()
-        body |= {
+    def _chat_fields(self) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
             "parallel_tool_calls": self.parallel_tool_calls,
         }
-        if self.tools is not None:
-            functions = [
-                {key: tool.as_sent[key] for key in tool.as_sent if key != "type"} for tool in self.tools
-            ]
-            body["tools"] = [{"type": "function", "function": function} for function in functions]
-        choice = self.tool_choice
-        body["tool_choice"] = (
-            {"type": "function", "function": {"name": choice.name}}
-            if isinstance(choice, ChosenTool)
-            else choice
-        )
+        if self.shown_tools:
+            body["tools"] = [{"type": "function", "function": tool.function} for tool in self.shown_tools]
+        body["tool_choice"] = self.tool_choice
+        if self._chosen is not None:
+            body["tool_choice"] = {"type": "function", "function": {"name": shown_name(*self._chosen)}}
+        if self.written_tool is not None:
+            body |= {"tool_choice": None, "form": self.written_tool.form}
         if self.text is not None and self.text.format is not None:
             body["response_format"] = self.text.format.for_chat
         if self.reasoning is not None:
             body["reasoning_effort"] = self.reasoning.effort
-        return ChatRequest.model_validate(body)
+        return body
+
+    @functools.cached_property
+    def shown_tools(self) -> list[ShownTool]:
+        """All tools as the model is shown them."""
+        return [shown for tool in self.tools or () for shown in tool.shown()]
+
+    @functools.cached_property
+    def written_tool(self) -> ShownTool | None:
+        """The custom tool whose input the answer is: the one that must be called, if its input has a form."""
+        chosen = self.shown_tools if self.tool_choice == "required" else []
+        if self._chosen is not None:
+            chosen = [tool for tool in self.shown_tools if (tool.namespace, tool.name) == self._chosen]
+        return chosen[0] if len(chosen) == 1 and chosen[0].form is not None else None
+
+    @property
+    def _chosen(self) -> tuple[str | None, str] | None:
+        """The namespace and the name of the tool that must be called, if one is named."""
+        choice = self.tool_choice
+        return (choice.namespace, choice.name) if isinstance(choice, ChosenTool) else None
+
+    @property
+    def _chat_type(self) -> type[ChatRequest]:
+        return ChatRequest if self.written_tool is None else InputOfTool
+
+    def unread(self, place: str = "") -> dict[str, None]:
+        dropped = [name for tool in self.tools or () for name in tool.dropped()]
+        return super().unread(place) | dict.fromkeys(dropped)
 
     def _messages(self) -> list[dict[str, Any]]:
-        messages: list[dict[str, Any]] = []
+        conversation = Conversation()
         if self.instructions is not None:
-            messages.append({"role": "system", "content": self.instructions})
+            conversation.say("system", self.instructions)
         if isinstance(self.input, str):
-            return [*messages, {"role": "user", "content": self.input}]
-        thought = None
-        names = dict[str, str]()
+            conversation.say("user", self.input)
+            return conversation.messages
         for item in self.input:
             if item.type == "reasoning":
-                thought = text_of(item.content) or text_of(item.summary) or None
-            elif item.type == "function_call":
-                function = {"name": item.name, "arguments": item.arguments}
-                call = {"id": item.call_id, "function": function}
-                names[item.call_id or ""] = item.name or ""
-                if thought is not None or not (messages and messages[-1].get("tool_calls")):
-                    messages.append({"role": "assistant", "reasoning_content": thought, "tool_calls": []})
-                    thought = None
-                messages[-1]["tool_calls"].append(call)
-            elif item.type == "function_call_output":
-                named = {"tool_call_id": item.call_id, "name": names.get(item.call_id or "")}
-                messages.append({"role": "tool", "content": text_of(item.output), **named})
+                conversation.think(text_of(item.content) or text_of(item.summary))
+            elif item.type in ("function_call", "custom_tool_call"):
+                written = json.dumps({"input": item.input}, ensure_ascii=False)
+                arguments = item.arguments or "" if item.type == "function_call" else written
+                name = shown_name(item.namespace, item.name or "")
+                conversation.call(item.call_id or "", name, arguments)
+            elif item.type in ("function_call_output", "custom_tool_call_output"):
+                conversation.result(item.call_id or "", text_of(item.output))
             else:
-                message = {"role": item.role, "content": text_of(item.content)}
-                if item.role == "assistant":
-                    message["reasoning_content"] = thought
-                    thought = None
-                messages.append(message)
-        return messages
+                conversation.say(item.role, text_of(item.content))
+        return conversation.messages
+
+    def replies(self, context: ReplyContext) -> ResponseReplies:
+        return ResponseReplies(self, context)
 
 
-def rename_error_fields(error: RequestError) -> RequestError:
-    """The error of a chat field, with the name of that field in this protocol."""
-    text = str(error)
-    for name, ours in IN_WORDS_OF_CHAT.items():
-        text = text.replace(name, ours)
-    return RequestError(
-        text, error.status, error.param and responses_name(error.param), error.code, error.retry_after
-    )
+class ResponseReplies(BlockReplies):
+    """One response under way: its items are the blocks."""
 
-
-def responses_name(field: str) -> str:
-    """The name that a field of a chat has here."""
-    return IN_WORDS_OF_CHAT.get(field, field)
-
-
-class ResponseReplies:
-    """One response under way: its items as parts come, and the events that tell of them.
-
-    Args:
-        request: the request.
-        tokenizer: counts the tokens of reasoning.
-        reader: reads the answer.
-    """
-
-    def __init__(self, request: ResponsesRequest, model_name: str, tokenizer: Any, reader: OutputParser):
-        self._tokenizer = tokenizer
-        self._reader = reader
+    def __init__(self, request: ResponsesRequest, context: ReplyContext):
+        super().__init__(context.reader)
+        self._tokenizer = context.tokenizer
         self._number = 0
-        self._reason: str | None = None
         self._output: list[dict[str, Any]] = []
-        self._is_open = False  # the last item
-        choice = request.tool_choice
+        self._tools = {tool.function["name"]: tool for tool in request.shown_tools}
+        self._written = request.written_tool
+        self._item_type = ITEM_TYPES["text"]
+        """Of the last item."""
+        self._input = InputText()
+        """Of the custom tool that is called."""
         self._response: dict[str, Any] = {
-            "id": f"resp_{uuid.uuid4().hex}",
+            "id": new_identity("resp"),
             "object": "response",
             "created_at": int(time.time()),
-            "model": model_name,
+            "model": context.model_name,
             "status": "in_progress",
             "error": None,
             "incomplete_details": None,
@@ -266,11 +413,11 @@ class ResponseReplies:
             "previous_response_id": None,
             "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
             "store": False,
-            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "temperature": _first(request.temperature, context.sampling.temperature),
             "text": {"format": {"type": "text"}},
-            "tool_choice": choice.model_dump() if isinstance(choice, ChosenTool) else choice or "auto",
-            "tools": [tool.model_dump() for tool in request.tools or ()],
-            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "tool_choice": request.as_sent.get("tool_choice") or "auto",
+            "tools": [tool.as_sent for tool in request.tools or ()],
+            "top_p": _first(request.top_p, context.sampling.top_p),
             "truncation": "disabled",
             "usage": None,
         }
@@ -278,11 +425,7 @@ class ResponseReplies:
             text_format = request.text.format.model_dump(by_alias=True, exclude_unset=True)
             self._response["text"] = {"format": {"type": "text", **text_format}}
 
-    def whole(self, updates: Sequence[Sequence[Update]], usage: dict[str, Any]) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
-        for update in updates[0]:
-            self.part(0, update)
-        self.end(usage)
+    def _whole(self) -> dict[str, Any]:
         return self._response
 
     def start(self, num_answers: int) -> list[Any]:
@@ -290,11 +433,6 @@ class ResponseReplies:
         return [
             self._event(f"response.{each}", response=self._snapshot()) for each in ("created", "in_progress")
         ]
-
-    def part(self, index: int, update: Update) -> list[Any]:
-        """The events of an update."""
-        parts, self._reason = read(self._reader, update)
-        return [event for part in parts for event in self._took(part)]
 
     def end(self, usage: dict[str, Any]) -> list[Any]:
         """The last events of a stream."""
@@ -337,58 +475,59 @@ class ResponseReplies:
         index = len(self._output) - 1
         return self._event(kind, item_id=self._output[-1]["id"], output_index=index, **fields)
 
-    def _took(self, part: Part) -> list[Any]:
-        kind = {"text": "message", "reasoning": "reasoning"}.get(part.kind, "function_call")
-        events: list[Any] = []
-        if part.kind == "call" or not self._is_open or self._output[-1]["type"] != kind:
-            events = [*self._close("completed"), *self._open(kind, part)]
-        if part.kind == "call":
-            return events
-        item = self._output[-1]
-        if kind == "function_call":
-            item["arguments"] += part.text
-            return [*events, self._of_item("response.function_call_arguments.delta", delta=part.text)]
-        item["content"][0]["text"] += part.text
-        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        name = f"response.{_text_of(kind)}.delta"
-        return [*events, self._of_item(name, content_index=0, delta=part.text, **more)]
+    def waiting(self) -> list[Any]:
+        """Codex leaves after five minutes without an event, and does not count comments."""
+        return [self._event("response.in_progress", response=self._snapshot())]
 
-    def _open(self, kind: str, part: Part) -> list[Any]:
-        identity = f"{ {'message': 'msg', 'reasoning': 'rs'}.get(kind, 'fc') }_{uuid.uuid4().hex}"
-        item: dict[str, Any] = {"id": identity, "type": kind, "status": "in_progress"}
-        content: dict[str, Any] = {"type": _text_of(kind), "text": ""}
-        if kind == "message":
-            content |= {"annotations": [], "logprobs": []}
-            item |= {"role": "assistant", "content": []}
-        elif kind == "reasoning":
-            item |= {"summary": [], "content": []}
+    def _opened(self, kind: str, name: str) -> list[Any]:
+        tool = self._written if kind == "text" else self._tools.get(name)
+        is_input = tool is not None and tool.is_custom and kind != "reasoning"
+        self._item_type = item_type = ITEM_TYPES["input" if is_input else kind]
+        self._input = InputText()
+        item: dict[str, Any] = {"id": new_identity(item_type.letters), "type": item_type.name}
+        item["status"] = "in_progress"
+        if item_type.is_call:
+            item |= {"call_id": new_identity("call", 24), "name": name, item_type.text_field: ""}
+            if tool is not None:
+                item |= {"name": tool.name} | ({"namespace": tool.namespace} if tool.namespace else {})
         else:
-            item |= {"call_id": f"call_{uuid.uuid4().hex[:24]}", "name": part.text, "arguments": ""}
+            item |= {**item_type.fields, "content": []}
         self._output.append(item)
-        self._is_open = True
         events = [
             self._event("response.output_item.added", output_index=len(self._output) - 1, item={**item})
         ]
-        if kind != "function_call":
+        if not item_type.is_call:
+            content = {"type": item_type.event, "text": "", **item_type.fields_of_text}
             item["content"] = [content]
             name = "response.content_part.added"
             events.append(self._of_item(name, content_index=0, part={**content}))
         return events
 
-    def _close(self, status: str) -> list[Any]:
-        """The last item is whole, or will not be."""
-        if not self._is_open:
-            return []
-        self._is_open = False
+    def _add(self, text: str) -> list[Any]:
+        item = self._output[-1]
+        name = f"response.{self._item_type.event}.delta"
+        if self._item_type.is_call:
+            if self._item_type.name == "custom_tool_call" and self._written is None:
+                text = self._input.feed(text)
+            item[self._item_type.text_field] += text
+            return [self._of_item(name, delta=text)] if text else []
+        item["content"][0]["text"] += text
+        more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+        return [self._of_item(name, content_index=0, delta=text, **more)]
+
+    def _closed(self, status: str) -> list[Any]:
         item = self._output[-1]
         item["status"] = status
-        if item["type"] == "function_call":
-            call_fields = {"arguments": item["arguments"], "name": item["name"]}
-            events = [self._of_item("response.function_call_arguments.done", **call_fields)]
+        name = f"response.{self._item_type.event}.done"
+        if self._item_type.is_call:
+            text_field = self._item_type.text_field
+            rest = self._input.rest()
+            item[text_field] += rest
+            events = [self._of_item(f"response.{self._item_type.event}.delta", delta=rest)] if rest else []
+            events.append(self._of_item(name, **{text_field: item[text_field], "name": item["name"]}))
         else:
             (content,) = item["content"]
             more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
-            name = f"response.{_text_of(item['type'])}.done"
             events = [
                 self._of_item(name, content_index=0, text=content["text"], **more),
                 self._of_item("response.content_part.done", content_index=0, part=content),
@@ -399,6 +538,46 @@ class ResponseReplies:
         ]
 
 
-def _text_of(kind: str) -> str:
-    """The type name of an item's text."""
-    return "output_text" if kind == "message" else "reasoning_text"
+class InputText:
+    """The input of a custom tool, from the JSON of a call that has it as ``input``, as far as it has come."""
+
+    def __init__(self) -> None:
+        self._json = ""
+        self._at = 0  # of the first character that is not out
+        self._text = ""
+
+    def feed(self, text: str) -> str:
+        """More of the input; ``text`` is more of the JSON."""
+        self._json += text
+        if not self._at:
+            begin = INPUT_BEGIN.match(self._json)
+            self._at = begin.end() if begin else 0
+        if not self._at:
+            return ""
+        end = WHOLE_CHARACTERS.match(self._json, self._at).end()  # type: ignore[union-attr]
+        piece = str(json_value(f'"{self._json[self._at : end]}"'))
+        self._at = end
+        self._text += piece
+        return piece
+
+    def rest(self) -> str:
+        """What is not out at the end; of a call without ``input`` its arguments as they are."""
+        if not self._json:
+            return ""
+        match json_value(repaired(self._json)):
+            case {"input": str(text)}:
+                return text.removeprefix(self._text)
+        return self._json
+
+
+INPUT_BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+WHOLE_CHARACTERS = re.compile(
+    r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]'
+    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u(?![dD][89abAB])[0-9a-fA-F]{4})*"
+)
+"""Characters of a string in JSON, as far as each is whole."""
+
+
+def _first(*values: float | None) -> float | None:
+    """The first that is not None."""
+    return next((value for value in values if value is not None), None)

@@ -105,6 +105,8 @@ def run_server(
             gc.collect()
             gc.freeze()  # a full collection need not look at model and libraries, with all clients waiting
             log.info("clients call the model %r", service.names[0])
+            sources = " and ".join(service.sampling_sources) or "OpenAI's defaults"
+            log.info("sampling where a request leaves it out: %s (%s)", service.sampling, sources)
             log.info("ready: %s%s", scheme, where)
             if service.tokenizer.chat_template is None:
                 log.info("the base has no chat template: /v1/completions only, and no chat page")

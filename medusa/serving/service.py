@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -26,6 +27,7 @@ from medusa.acceptance.grammar import (
 )
 from medusa.acceptance.sampling import OccurrencePenalty
 from medusa.base.causal_lm import end_ids, vocab_size
+from medusa.base.sampling_advice import SamplingAdvice, sampling_advice
 from medusa.conversations import as_template
 from medusa.decoding.batch import BatchLimits
 from medusa.decoding.scheduler import QueueFull
@@ -34,6 +36,7 @@ from medusa.drafters.references import SuffixCorpus
 from medusa.model import MedusaModel
 from medusa.prompts import in_reasoning
 from medusa.serving.chat_template import BoundedChatTemplate, TemplateLimitError
+from medusa.serving.dialects import Dialect
 from medusa.serving.infill import InfillTokens, infill_tokens, start_tokens, tokens_after
 from medusa.serving.metrics import ServerMetrics
 from medusa.serving.output_formats import OutputFormat, detect_format
@@ -67,9 +70,13 @@ TEXT_RULES: dict[str, Callable[[str, Any], str]] = {
     "grammar": lark_rule,
 }
 """The grammar rule for each kind of structured output."""
+SAY = ({"role": "user", "content": "a question"},)
+"""A conversation that all chat templates render."""
 CPU_CHUNK = 64
 """Prompt tokens at a time on a CPU: there a token costs no more in a short chunk than in a long one, and
 running answers wait for the whole of it."""
+PLAIN_SAMPLING = SamplingAdvice(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
+"""The distribution as it is, which clients of OpenAI's protocol expect."""
 PLAIN_ROWS = 4
 """Answers without guessing that are under way at once, for comparison."""
 
@@ -122,6 +129,15 @@ class Service:
         self.num_owners = num_owners
         self.names = options.served_model_name or (PurePath(model.base.name_or_path or "model").name,)
         """Model names that clients may use; the first is the official one."""
+        flags = SamplingAdvice(
+            options.temperature, options.top_p, options.top_k, options.min_p, options.repeat_penalty
+        )
+        advice = sampling_advice(model.base)
+        self.sampling = flags.over(advice).over(PLAIN_SAMPLING)
+        """Sampling options of requests that leave them out."""
+        sources = {"flags": flags, "what the base comes with": advice}
+        self.sampling_sources = [name for name, source in sources.items() if source != SamplingAdvice()]
+        """Where they are from."""
         self.limits = BatchLimits(
             max_rows=options.max_rows,
             max_waiting=options.max_waiting,
@@ -137,6 +153,7 @@ class Service:
         self._corpora: dict[Hashable, SuffixCorpus] = {}
         if options.suffix_cache_mib:
             self.corpus_of(None)  # refused, if at all, at the start
+        self.began_at = datetime.now(UTC).isoformat()
         self.is_draining = False
         """New requests are refused."""
 
@@ -157,7 +174,7 @@ class Service:
     @functools.cached_property
     def knows_tools(self) -> bool:
         """Whether the chat template shows tools to the model."""
-        say = as_template([{"role": "user", "content": "a"}], self._chat_template)
+        say = as_template([*SAY], self._chat_template)
         tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
         try:
             return self._rendered(say, [tool]) != self._rendered(say)
@@ -167,14 +184,21 @@ class Service:
     @functools.cached_property
     def takes_several_systems(self) -> bool:
         """Whether the chat template shows more than one system message to the model."""
-        texts = "said at first", "said after it"
-        systems = [{"role": "system", "content": text} for text in texts]
+        return self._shows_systems({"role": "system", "content": "said after it"}, *SAY)
+
+    @functools.cached_property
+    def takes_late_systems(self) -> bool:
+        """Whether the chat template shows a system message behind others to the model."""
+        return self._shows_systems(*SAY, {"role": "system", "content": "said after it"})
+
+    def _shows_systems(self, *messages: dict[str, Any]) -> bool:
+        """Whether the chat template shows the system messages among ``messages``, behind another one."""
+        conversation = [{"role": "system", "content": "said at first"}, *messages]
         try:
-            messages = as_template([*systems, {"role": "user", "content": "a"}], self._chat_template)
-            shown = self._rendered(messages)
+            shown = self._rendered(as_template(conversation, self._chat_template))
         except TEMPLATE_ERRORS:
             return False
-        return all(text in shown for text in texts)
+        return all(message["content"] in shown for message in conversation)
 
     def chat_prompt(self, request: ChatRequest) -> list[int]:
         """The tokens of a conversation, as the chat template renders it."""
@@ -189,6 +213,8 @@ class Service:
         messages = [message.as_conversation for message in request.messages]
         if not self.takes_several_systems:
             messages = _with_one_system(messages)
+        if not self.takes_late_systems:
+            messages = _without_late_systems(messages)
         try:
             messages = as_template(messages, self._chat_template)
             arguments = {**self.template_options, **request.template_arguments}
@@ -278,8 +304,8 @@ class Service:
             rules = [f"answer: {output_format.text_around(grammars.as_terminals)} text"]
             if must_call:
                 rules = ["answer: call", *output_format.call_rules(must_call, grammars.as_terminals)]
-            elif chat and chat.offered:
-                functions = [tool["function"] for tool in chat.offered]
+            elif chat and chat.may_call:
+                functions = [tool["function"] for tool in chat.may_call]
                 rules = [
                     f"{rules[0]} | {output_format.calls}",
                     *output_format.call_rules(functions, grammars.as_terminals),
@@ -318,11 +344,11 @@ class Service:
         prompt has ended it, None where the model may begin it or not."""
         return in_reasoning(self.tokenizer, prompt, self.output_format.reasoning_tags)
 
-    def reader(self, request: ChatRequest | InfillRequest, prompt: Sequence[int]) -> OutputParser:
+    def reader(self, request: ChatRequest | CompletionRequest, prompt: Sequence[int]) -> OutputParser:
         """The output parser of an answer to ``prompt``."""
-        if isinstance(request, InfillRequest):  # all of it is text
+        if isinstance(request, CompletionRequest):  # all of it is text
             return OutputParser(OutputFormat())
-        tools = {tool["function"]["name"]: tool["function"] for tool in request.offered}
+        tools = {tool["function"]["name"]: tool["function"] for tool in request.may_call}
         most = 1 if request.parallel_tool_calls is False else None
         return OutputParser(self.output_format, tools, most, bool(self._is_thinking(prompt)))
 
@@ -460,6 +486,10 @@ class Service:
         except QueueFull as error:
             raise overloaded() from error
 
+    def real_name(self, name: str | None) -> str:
+        """The name that answers have where a client calls the model ``name``, or nothing."""
+        return name if name in self.names and name is not None else self.names[0]
+
     def check_name(self, name: str | None) -> None:
         """Raise RequestError unless clients may call the model ``name``, or nothing."""
         if name and not self.options.any_model_name and name not in self.names:
@@ -524,7 +554,7 @@ class Service:
     ) -> Iterator[DecodeRequest]:
         """The decode request of each choice."""
         arguments: dict[str, Any] = {
-            **sampling_arguments(request),
+            **sampling_arguments(request, self.sampling),
             "max_new_tokens": self._longest(request, len(prompt)),
             "eos_token_id": self._ends_of(request, prompt) or None,
             "num_logprobs": request.num_logprobs,
@@ -591,6 +621,7 @@ class Service:
                 "shorten it",
                 param=request.prompt_name,
                 code="context_length_exceeded",
+                excess=(num_prompt, most),
             )
         longest = self.options.max_new_tokens if request.longest is None else request.longest
         return min(max(1, longest), self.options.max_new_tokens, most - num_prompt)
@@ -613,6 +644,11 @@ class Service:
             ids = self.tokenizer(request.prompt, add_special_tokens=request.add_special_tokens)["input_ids"]
         names = self.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
         return {"count": len(ids), "max_model_len": self.context, "tokens": ids, "token_strs": names}
+
+    def num_tokens(self, request: Dialect) -> dict[str, Any]:
+        """The number of tokens of a conversation, as Anthropic's clients read it."""
+        self.check_name(request.model)
+        return {"input_tokens": len(self.chat_prompt(request.chat))}
 
     def text(self, request: DetokenizeRequest) -> dict[str, Any]:
         """The text of tokens."""
@@ -644,3 +680,17 @@ def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return messages
     together = "\n\n".join(message["content"] for message in first)
     return [{**first[0], "content": together}, *messages[len(first) :]]
+
+
+def _without_late_systems(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``messages`` where the user says what system messages behind others say, in one turn with what the user
+    says before."""
+    shown = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
+    for message in messages[len(shown) :]:
+        if message["role"] != "system":
+            shown.append(message)
+        elif shown and shown[-1]["role"] == "user":
+            shown[-1] = {**shown[-1], "content": f"{shown[-1]['content']}\n\n{message['content']}"}
+        else:
+            shown.append({**message, "role": "user"})
+    return shown

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from medusa.options import check_above, check_at_least
+from medusa.options import check_above, check_at_least, check_at_most
 
 HOST_NAME = r"[A-Za-z0-9_.-]+|[0-9a-fA-F:.]+(%\w+)?"
 """A name, or an address of either kind."""
@@ -24,8 +24,20 @@ class ServiceOptions:
     served_model_name: tuple[str, ...] = ()
     """Names of the model for clients; may be given several times. None is the base's name, also its last
     part alone."""
-    any_model_name: bool = False
-    """Whatever clients call the model is this one: many send a name of their own."""
+    any_model_name: bool = True
+    """Whatever clients call the model is this one, since many send a name of their own; answers have its real
+    name. --no-any-model-name refuses other names (404)."""
+    temperature: float | None = None
+    """Sampling temperature of requests that name none, 0 to 2. None is what the base comes with, in its
+    generation configuration or its GGUF file, else 1."""
+    top_p: float | None = None
+    """The same for top-p, 0 to 1; else 1, which leaves it out."""
+    top_k: int | None = None
+    """The same for top-k; else 0, which leaves it out."""
+    min_p: float | None = None
+    """The same for min-p, 0 to 1; else 0, which leaves it out."""
+    repeat_penalty: float | None = None
+    """The same for the repetition penalty, more than 0 to 10; else 1, which leaves it out."""
     plain: bool = False
     """Decode without heads: the same text, slower."""
     allow_plain: bool = False
@@ -55,7 +67,11 @@ class ServiceOptions:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_rows", "cache_mib", "chunk", "max_new_tokens")
         check_at_least(self, 0, "suffix_cache_mib", "max_waiting", "prefix_mib")
-        check_above(self, 0, "timeout")
+        check_at_least(self, 0, "temperature", "top_p", "top_k", "min_p")
+        check_at_most(self, 2, "temperature")
+        check_at_most(self, 1, "top_p", "min_p")
+        check_at_most(self, 10, "repeat_penalty")
+        check_above(self, 0, "timeout", "repeat_penalty")
         if self.plain and self.suffix_cache_mib:
             raise ValueError("plain drafts nothing, and suffix_cache_mib is for drafting; give one of them")
 

@@ -40,8 +40,8 @@ class Update:
     """Forward passes that it took so far, the reading of the prompt included as one."""
     finish_reason: str | None = None
     """"stop", "length", "timeout", "overloaded", "form", "shutdown" or "error": the last update."""
-    is_stopped: bool = False
-    """A stop string has ended the answer."""
+    stop_string: str | None = None
+    """The stop string that has ended the answer."""
 
 
 class Answer:
@@ -296,8 +296,8 @@ class Worker:
             answer.finish_reason = reason
             if reason in ("stop", "length"):
                 self._remember(answer.row)
-        is_stopped = answer.text.is_stopped
-        answer.listener(Update(pieces, logprobs, answer.num_tokens, answer.num_steps, reason, is_stopped))
+        stop = answer.text.stop_string
+        answer.listener(Update(pieces, logprobs, answer.num_tokens, answer.num_steps, reason, stop))
 
     def _remember(self, row: Row) -> None:
         """Add prompt and answer to what later answers to the same owner are guessed from."""

@@ -40,6 +40,8 @@ REFUSED = [
     ("serve --cors-origin chat.example", "cors_origin must be"),
     ("serve --cors-origin https://chat.example/", "cors_origin must be"),
     ("serve --cors-origin null", "cors_origin must be"),
+    ("serve --temperature 2.5", "temperature must be at most 2, got 2.5"),
+    ("serve --repeat-penalty 0", "repeat_penalty must be above 0"),
     ("serve --port 99999", "port must be at most 65535, got 99999"),
     ("serve --tls-key key.pem", "tls_key goes with tls_certificate"),
     ("tune --heads owner/name", "heads must be a directory that is there"),

@@ -23,6 +23,7 @@ from reported import ran
 from tiny_chat import chat_model, save_chat_model
 from tiny_server import tiny_service, wait_until
 
+from medusa.base.sampling_advice import SamplingAdvice
 from medusa.cli import loading
 from medusa.cli.main import main
 from medusa.cli.serve import model_names
@@ -53,13 +54,17 @@ def test_flags_reach_the_server(directories, monkeypatch, capsys):
     flags = ["--allowed-host", "a.example", "b.example", "--cors-origin", "https://Chat.example"]
     flags += ["--api-key", "first", "--api-key=second", "--max-rows", "3", "--prefix-mib", "1"]
     flags += ["--chunk", "7", "--timeout", "9"]
-    names = ["--served-model-name", "mine", "--served-model-name", "yours", "--any-model-name"]
+    names = ["--served-model-name", "mine", "--served-model-name", "yours", "--no-any-model-name"]
+    names += ["--temperature", "0.5", "--top-p", "0.9", "--top-k", "40", "--min-p", "0.1"]
+    names += ["--repeat-penalty", "1.1"]
     assert main([*flags_of(directories), *flags, "--host", "0.0.0.0", *names]) == 0
     ((service, access, host, grace),) = started
     limits = service.worker.batches[False].limits
     assert (limits.max_rows, limits.prefix_bytes, limits.chunk) == (3, 2**20, 7)
     assert (service.names, service.options.timeout) == (("mine", "yours"), 9)
-    assert service.options.any_model_name
+    assert not service.options.any_model_name
+    assert service.sampling == SamplingAdvice(0.5, 0.9, 40, 0.1, 1.1)
+    assert service.sampling_sources == ["flags"]
     assert access.api_key == ("first", "second", "third", "fourth")
     assert access.allowed_host == ("0.0.0.0", "a.example", "b.example")
     assert access.cors_origin == ("https://chat.example",)

@@ -3,7 +3,8 @@
 A client runs in the first Python that has it: this one, or one of CLIENT_PYTHONS, since two versions of one
 package do not fit one environment:
 
-    python3 -m venv clients && clients/bin/pip install 'openai<3' langchain-openai litellm llm
+    python3 -m venv clients
+    clients/bin/pip install 'openai<3' langchain-openai litellm llm anthropic ollama
     CLIENT_PYTHONS=$PWD/clients/bin/python pytest -m slow tests/serving/test_clients.py
 """
 
@@ -53,6 +54,7 @@ def python_with(package: str, version: str) -> str:
 
 
 CLIENTS = [("openai", "2."), ("openai", "3."), ("langchain-openai", ""), ("litellm", ""), ("llm", "")]
+CLIENTS += [("anthropic", ""), ("ollama", "")]
 
 
 @pytest.mark.slow
@@ -71,6 +73,8 @@ def test_a_client_gets_the_answer_of_generate_calls_and_forms_streamed_or_not(
     for name, arguments in found["calls"]:
         assert name == "weather" and isinstance(json.loads(arguments)["warm"], bool)
     assert {*map(json.loads, found["formed"])} <= {"yes", "no"}
+    if package in ("anthropic", "ollama"):
+        assert found["refused"] == "max_tokens" if package == "anthropic" else "images" in found["refused"]
     if package == "openai":
         assert found["models"] == ["tiny"] and found["completion"] and found["refused"] == "temperature"
     wait_until(lambda: server.num_active == 0)

@@ -272,7 +272,7 @@ def test_arguments_that_a_model_leaves_open_are_closed_where_its_answer_ends(for
 )
 @pytest.mark.parametrize("form, text", [(form, text) for form, text, _ in UNCLOSED if text.endswith("Oslo")])
 def test_arguments_stay_open_where_the_answer_was_cut(form, text, reason, is_stopped, end):
-    update = Update([Piece(text, 0)], finish_reason=reason, is_stopped=is_stopped)
+    update = Update([Piece(text, 0)], finish_reason=reason, stop_string="." if is_stopped else None)
     parts, finish_reason = read_update(OutputParser(form, TOOLS), update)
     assert "".join(part.text for part in parts if part.kind == "arguments") == f'{{"city": "Oslo{end}'
     assert finish_reason == ("tool_calls" if end else reason)
@@ -281,13 +281,13 @@ def test_arguments_stay_open_where_the_answer_was_cut(form, text, reason, is_sto
 @pytest.mark.parametrize("form, text", [(form, text) for form, text, _, calls in WRITTEN if calls])
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_an_answer_that_ends_behind_its_last_call_has_called(form, text, is_stopped):
-    update = Update([Piece(text, 0)], finish_reason="stop", is_stopped=is_stopped)
+    update = Update([Piece(text, 0)], finish_reason="stop", stop_string="." if is_stopped else None)
     assert read_update(OutputParser(form, TOOLS), update)[1] == "tool_calls"
 
 
 def test_an_answer_that_is_cut_in_a_call_that_is_not_told_has_called():
     text = f"<tool_call>{CALL}</tool_call><tool_call>{CALL.removesuffix('}}')}"
-    update = Update([Piece(text, 0)], finish_reason="stop", is_stopped=True)
+    update = Update([Piece(text, 0)], finish_reason="stop", stop_string=".")
     assert read_update(OutputParser(HERMES, TOOLS), update)[1] == "stop"
     assert read_update(OutputParser(HERMES, TOOLS, most=1), update)[1] == "tool_calls"
 
@@ -541,6 +541,13 @@ def test_tokens_behind_a_stop_string_are_not_counted(size):
     tokens = TOKENIZER("aab" + "c" * 4)["input_ids"]
     counts = [answer.feed(tokens[at : at + size], [0] * size)[0] for at in range(0, 7, size)]
     assert sum(counts) == 3 and answer.finish() == []
+
+
+def test_the_stop_string_that_begins_first_has_ended_an_answer():
+    answer = AnswerText(TOKENIZER, ["b", "ab"])
+    tokens = TOKENIZER("xab")["input_ids"]
+    pieces = answer.feed(tokens, [0] * len(tokens))[1]
+    assert [piece.text for piece in pieces] == ["x"] and answer.stop_string == "ab"
 
 
 def test_control_tokens_are_no_text_unless_they_tell_parts_apart():
