@@ -44,7 +44,7 @@ PLACES = {
         58,
         17,
     ),
-    "tests of a type": Places(r"isinstance\(", 405, None),
+    "tests of a type": Places(r"isinstance\(", 404, None),
     "names of functions that load a base": Places(
         r"\b(?:load_base|load_for_engine|load_base_on|load_live|load_without_layers)\b", 44, 11
     ),

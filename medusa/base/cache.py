@@ -68,8 +68,6 @@ class TreeCache(Cache):
         self.under_way = PassSlots(torch.zeros(num_rows, 0, dtype=torch.long, device=device))
         self.tree_layers = [TreeCacheLayer(self.under_way) for _ in range(num_layers)]
         super().__init__(layers=list(self.tree_layers))
-        self.parts: list[list[Any]] = [[layer] for layer in self.tree_layers]
-        """What each layer of the base keeps: keys and values, and states."""
         self._features = TreeCacheLayer(self.under_way)
         self.lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
         """(B,) long: committed tokens of each row."""
@@ -108,6 +106,11 @@ class TreeCache(Cache):
     def num_slots(self) -> int:
         """How many slots of each row the current pass reads."""
         return self.under_way.num_slots
+
+    @property
+    def parts(self) -> list[list[Any]]:
+        """What each layer of the base keeps: keys and values, and states."""
+        return [[layer] for layer in self.tree_layers]
 
     def program_inputs(self, window_sizes: Sequence[int]) -> list[Tensor]:
         """The tensors of the current pass that compiled layers read: its slots, and where a base keeps states
@@ -198,7 +201,7 @@ class TreeCache(Cache):
             known = [row[:count] for row, count in rows]
         if not is_chain and any(row != list(range(len(row))) for row in known):
             self._move(path)
-        self._keep_nodes(path, num_kept, [*map(len, known)])
+        self.commit_prefix(num_kept, [*map(len, known)], path)
 
     def _move(self, path: Tensor) -> None:
         """Put the nodes of ``path`` (B, L) long in order, after each row's last committed token."""
@@ -211,16 +214,12 @@ class TreeCache(Cache):
         for layer in self._kept_layers:
             layer.move(source, target)
 
-    def commit_prefix(self, num_kept: Tensor, known: list[int] | None = None) -> None:
+    def commit_prefix(
+        self, num_kept: Tensor, known: list[int] | None = None, path: Tensor | None = None
+    ) -> None:
         """Keep the first ``num_kept`` (B,) long tokens of the pass, as for a prompt; ``known`` are the same
-        numbers."""
+        numbers. With a ``path`` (B, L) long, keep its nodes, whose keys and values are in order already."""
         known = num_kept.tolist() if known is None else known
-        in_order = torch.arange(max(known), device=num_kept.device).expand(len(known), -1)
-        self._keep_nodes(in_order, num_kept, known)
-
-    def _keep_nodes(self, path: Tensor, num_kept: Tensor, known: list[int]) -> None:
-        """Commit the first ``num_kept`` (B,) long nodes of ``path`` (B, L) long, whose keys and values are in
-        their places; ``known`` are the same numbers."""
         lengths = [length + count for length, count in zip(self.known_lengths, known, strict=True)]
         self._set_lengths(self.lengths + num_kept, lengths)
 

@@ -408,7 +408,8 @@ class MatrixState(RowStates):
         state = self.before(like, shape)
         pending = self.pending()
         if pending is not None:
-            updates, kept = pending[0]._replace(rates=rates), pending[1]
+            updates = pending[0]._replace(rates=rates)
+            kept = pending[1]
             most = int(kept.counts.max())
             along = updates.along(kept.path[:, :most].to(state.device))
             for number in range(most):
@@ -505,14 +506,14 @@ class RecurrentCache(TreeCache):
         self.layers = []
         self.tree_layers = []
         self.states: list[RowStates] = []
-        self.parts = []
+        self._parts: list[list[Any]] = []
         for layer in map(self._layer_for, DynamicCache(config=config).layers):
             entries = [layer] if isinstance(layer, TreeCacheLayer) else []
             states = layer.states if isinstance(layer, StateLayer) else []
             self.layers.append(layer)
             self.tree_layers += entries
             self.states += states
-            self.parts.append([*entries, *states])
+            self._parts.append([*entries, *states])
 
     def _layer_for(self, layer: Any) -> Any:
         """The replacement of a cache layer of ``transformers``; itself where it keeps nothing."""
@@ -523,6 +524,10 @@ class RecurrentCache(TreeCache):
         if isinstance(layer, LinearAttentionLayer):
             return StateLayer(self.paths, layer.number_of_states, num_scans)
         return layer if isinstance(layer, WITHOUT_MEMORY) else TreeCacheLayer(self.under_way)
+
+    @property
+    def parts(self) -> list[list[Any]]:
+        return self._parts
 
     def program_inputs(self, window_sizes: Sequence[int]) -> list[Tensor]:
         shape = self.slots.shape
@@ -547,11 +552,16 @@ class RecurrentCache(TreeCache):
         for state in self.states:
             state.begin_pass()
 
-    def _keep_nodes(self, path: Tensor, num_kept: Tensor, known: list[int]) -> None:
+    def commit_prefix(
+        self, num_kept: Tensor, known: list[int] | None = None, path: Tensor | None = None
+    ) -> None:
+        known = num_kept.tolist() if known is None else known
+        if path is None:
+            path = torch.arange(max(known), device=num_kept.device).expand(len(known), -1)
         kept = Kept(path.contiguous(), num_kept)
         for state in self.states:
             state.commit(kept, known)
-        super()._keep_nodes(path, num_kept, known)
+        super().commit_prefix(num_kept, known)
 
     def uncommit_last(self) -> None:
         raise NotImplementedError("a state cannot forget its last token")

@@ -50,6 +50,8 @@ from medusa.engine.views import packed_as
 from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
 from medusa.options import StepKind
 
+KEEPS_STATE = "a base whose layers are all attention, and this one keeps a state"
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -79,14 +81,14 @@ class Steps:
             raise ValueError(f"step must be one of {get_args(StepKind)}, got {step!r}")
         if step in ("auto", "general"):
             return
-        reasons = {
-            "compiled": self.compiled_unsupported_reason,
-            "static": self.static_unsupported_reason,
-            "captured": self.captured_unsupported_reason,
-        }
-        lacks = reasons[step]()
+        lacks = KEEPS_STATE if self.profile.keeps_state else None
+        if step == "compiled":
+            lacks = self.compiled_unsupported_reason()
+        elif step == "captured":
+            lacks = self.captured_unsupported_reason()
         if lacks is not None:
-            raise ValueError(f"step={step!r} needs {lacks}; use step='general', which any model runs")
+            advice = "step='general'" if self.profile.keeps_state else "step='static', which any model runs"
+            raise ValueError(f"step={step!r} needs {lacks}; use {advice}")
 
     def compiled_unsupported_reason(self) -> str | None:
         """The requirement of a compiled step that the base does not meet; None without any."""
@@ -96,18 +98,11 @@ class Steps:
             return "engine='packed' or 'int8', whose layers are compiled ahead on a CPU"
         return layers_unsupported_reason(self.base)
 
-    def static_unsupported_reason(self) -> str | None:
-        """The requirement of a step of fixed shape that the base does not meet; None without any."""
-        if self.profile.keeps_state:
-            return f"a base whose layers are all attention, and {self.profile.name} keeps a state"
-        return None
-
     def captured_unsupported_reason(self) -> str | None:
         """The requirement of a captured step that the base does not meet; None without any."""
-        lacks = self.static_unsupported_reason()
-        if lacks is not None:
-            return lacks
         devices = self.profile.devices
+        if self.profile.keeps_state:
+            return KEEPS_STATE
         if self.profile.is_sharded or len(devices) > 1:
             return (
                 f"a model on one CUDA device, and this one is sharded over {', '.join(devices)} (device_map)"

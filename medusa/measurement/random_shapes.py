@@ -231,7 +231,7 @@ def write_mixture(name: str, target: Path) -> None:
     import gguf
 
     mixture = MIXTURES[name]
-    keys = {
+    keys: dict[str, Any] = {
         "block_count": mixture.num_layers,
         "context_length": 8192,
         "embedding_length": mixture.hidden,
@@ -413,7 +413,8 @@ def _tensors_of_hybrid(hybrid: Hybrid) -> dict[str, tuple[list[int], Any]]:
     """The shapes and types of its tensors, by name."""
     from gguf import GGMLQuantizationType as Type
 
-    hidden, inner = hybrid.hidden, hybrid.inner
+    hidden = hybrid.hidden
+    inner = hybrid.inner
     is_qwen = hybrid.architecture == "qwen35"
     last_norm = "token_embd_norm.weight" if hybrid.architecture == "lfm2" else "output_norm.weight"
     tensors: dict[str, tuple[list[int], Any]] = {
@@ -506,7 +507,7 @@ def _write_file(
     import gguf
 
     writer = gguf.GGUFWriter(target, architecture)
-    add = {
+    add: dict[type, Any] = {
         **{bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32},
         **{str: writer.add_string, list: writer.add_array},
     }

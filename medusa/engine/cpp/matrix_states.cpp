@@ -235,7 +235,8 @@ std::tuple<Tensor, Tensor> matrix_rule(Tensor state, Tensor last, std::optional<
 // The rows at `places` (B, L) among `before` (B, M, C) float32, followed by `nodes` (B, N, C): (B, L, C).
 Tensor rows_at(const Tensor& before, const Tensor& nodes, const Tensor& places) {
   auto FLOAT = ScalarType::Float;
-  STD_TORCH_CHECK(before.dim() == 3 && nodes.dim() == 3 && places.dim() == 2, "rows_at takes (B, M, C), (B, N, C), (B, L)");
+  STD_TORCH_CHECK(before.dim() == 3 && nodes.dim() == 3 && places.dim() == 2,
+                  "rows_at takes (B, M, C), (B, N, C), (B, L)");
   int64_t B = before.size(0), M = before.size(1), C = before.size(2), N = nodes.size(1), L = places.size(1);
   Tensor first = as_contiguous(before), rest = as_contiguous(nodes), at = as_contiguous(places);
   STD_TORCH_CHECK(has_shape(first, FLOAT, {B, M, C}) && has_shape(rest, FLOAT, {B, N, C}),
