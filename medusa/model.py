@@ -13,8 +13,10 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from medusa.assets import DEFAULT_HEADS
 from medusa.base.architecture_check import check_base, check_is_model
 from medusa.base.causal_lm import CausalLM, lm_head_device, vocab_size
+from medusa.base.known_models import heads_that_fit
 from medusa.base.loading import BaseSource, find_base, load_base, load_tokenizer
 from medusa.base.profile import BaseProfile
 from medusa.decoding.adaptive import AdaptiveDrafting, DraftCosts
@@ -27,7 +29,7 @@ from medusa.drafters.protocol import Drafter
 from medusa.drafters.references import References, SuffixCorpus, references_of
 from medusa.drafters.registry import MAX_OPTIONAL_NODES, DraftCall, DrafterFactory
 from medusa.engine.engine_state import EngineState
-from medusa.engine.loading import PLACING, load_for_engine
+from medusa.engine.loading import PLACING, load_for_engine, load_own_heads
 from medusa.hardware import multiplies_in_float32, release_threads
 from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
 from medusa.heads.checkpoint import (
@@ -36,8 +38,8 @@ from medusa.heads.checkpoint import (
     check_heads_fit_source,
     check_tree_fits,
     load_heads,
-    own_heads,
 )
+from medusa.heads.mtp import can_draft_itself
 from medusa.hub import HUB_ARGUMENTS
 from medusa.options import DrafterSettings, Engine, StepKind, check_read_by
 from medusa.trees.candidate_tree import CandidateTree
@@ -164,9 +166,10 @@ class MedusaModel:
         Args:
             base: a path, a hub id, the name of the embedded base (:mod:`medusa.assets`), or a model already
                 loaded (quantised, sharded, on any device).
-            heads: a heads directory, a hub id, or a loaded checkpoint; "default" loads the heads that ship
-                for the base, "mtp" the base's own layers for multi-token prediction. Without heads, drafts
-                come from suffix matching. A hub id may name a revision, ``owner/name@revision``.
+            heads: a heads directory, a hub id, or a loaded checkpoint; "mtp" are the base's own layers for
+                multi-token prediction, "default" the heads that ship for the base, else its own layers.
+                Without heads, drafts come from suffix matching. A hub id may name a revision,
+                ``owner/name@revision``.
             tree: the candidate tree of every call; by default a tree of the heads directory, chosen by
                 :meth:`tree_for`, else a chain.
             tokenizer: by default the base's own; see :attr:`tokenizer`.
@@ -186,34 +189,38 @@ class MedusaModel:
         if "device" in base_kwargs:
             raise TypeError(f"device is called device_map, as in transformers: {base_kwargs['device']!r}")
         hub = {key: base_kwargs[key] for key in HUB_ARGUMENTS if key in base_kwargs}
-        if isinstance(heads, (str, Path)) and heads != OWN_HEADS:
-            known = str(base) if isinstance(base, (str, Path)) else getattr(base, "name_or_path", None)
-            heads = load_heads(heads, base_name=known, **hub)  # before the base, which takes longer
-        source = None
-        if isinstance(base, (str, Path)):
-            source = find_base(base, **base_kwargs)
+        loaded: Any = base
+        source = find_base(base, **base_kwargs) if isinstance(base, (str, Path)) else None
+        known = getattr(loaded, "name_or_path", None) if source is None else str(base)
+        if isinstance(heads, (str, Path)):
+            if heads == DEFAULT_HEADS and known is not None and heads_that_fit(known) is None:
+                config = getattr(loaded, "config", None) if source is None else source.config
+                heads = OWN_HEADS if config is not None and can_draft_itself(config) else heads
+            if heads != OWN_HEADS:
+                heads = load_heads(heads, base_name=known, **hub)  # before the base, which takes longer
+        if source is not None:
             if isinstance(heads, HeadsCheckpoint):
                 check_heads_fit_source(heads.heads, source)
             if not torch.cuda.is_available() and base_kwargs.keys().isdisjoint(PLACING):
                 has_adapter = isinstance(heads, HeadsCheckpoint) and heads.adapter is not None
                 # an adapter changes the weights, so they are held as they are
-                base = load_for_engine(source, "eager" if has_adapter else engine)
+                loaded = load_for_engine(source, "eager" if has_adapter else engine)
             else:
-                base = load_base(source)
+                loaded = load_base(source)
         else:
             unread = sorted(base_kwargs if heads is None else base_kwargs.keys() - hub.keys())
             if unread:
                 raise ValueError(f"{unread} go with a path or a hub id; this base is already loaded")
-        check_is_model(base)
-        base.eval()
+        check_is_model(loaded)
+        loaded.eval()
         if heads == OWN_HEADS:
-            heads = own_heads(base)
+            heads = load_own_heads(loaded)
         if heads is None:
-            model = cls(base, None, tree, tokenizer, engine, step=step)
+            model = cls(loaded, None, tree, tokenizer, engine, step=step)
         elif isinstance(heads, HeadsCheckpoint):
-            heads.fit_to(base, is_shared=source is None)
+            heads.fit_to(loaded, is_shared=source is None)
             trees = (heads.tree, heads.tuned) if tree is None else (tree, ())
-            model = cls(base, heads.heads, trees[0], tokenizer, engine, trees[1], step)
+            model = cls(loaded, heads.heads, trees[0], tokenizer, engine, trees[1], step)
         else:
             raise TypeError(
                 f"heads must be a path, a hub id or a HeadsCheckpoint, got {type(heads).__name__}; "

@@ -378,16 +378,13 @@ def _tensors_of(file: GGUFFile, blocks: Collection[int]) -> list[str]:
     return [name for name, number in numbers.items() if number is not None and int(number[1]) in blocks]
 
 
-def fill_mtp_layers(file: GGUFFile, base: Any, layers: torch.nn.ModuleList, dtype: torch.dtype) -> None:
-    """Set the parameters of ``layers``, ``transformers``' own for multi-token prediction on ``base``, from
-    ``file``, widened: they are layers of the kind of the last of ``base`` with full attention.
-
-    Raises:
-        ValueError: the file has other tensors.
-    """
+def mtp_weights(file: GGUFFile, base: Any, layers: torch.nn.ModuleList) -> list[dict[str, NamedWeight]]:
+    """The tensors of ``file`` by the names of the parameters of each of ``layers``, ``transformers``' own for
+    multi-token prediction on ``base``: they are layers of the kind of its last with full attention."""
     kinds = getattr(base.config, "layer_types", None) or ["full_attention"] * base.config.num_hidden_layers
     like = max(number for number, kind in enumerate(kinds) if kind == "full_attention")
     decoder = next(name for name, module in base.named_modules() if module is base.get_decoder())
+    of_layers = []
     for block, layer in zip(Keys(file).drafting_blocks, layers, strict=False):
         names = {
             name.replace(f"blk.{block}.", f"blk.{like}.", 1): name for name in _tensors_of(file, [block])
@@ -407,7 +404,18 @@ def fill_mtp_layers(file: GGUFFile, base: Any, layers: torch.nn.ModuleList, dtyp
             for name, weight in weights.items()
             if name in _values(layer) and all(source in names for source in weight.sources)
         }
-        fill(layer, file, own, dtype)
+        of_layers.append(own)
+    return of_layers
+
+
+def fill_mtp_layers(file: GGUFFile, base: Any, layers: torch.nn.ModuleList, dtype: torch.dtype) -> None:
+    """Set the parameters of ``layers`` (:func:`mtp_weights`) from ``file``, widened.
+
+    Raises:
+        ValueError: the file has other tensors.
+    """
+    for layer, weights in zip(layers, mtp_weights(file, base, layers), strict=False):
+        fill(layer, file, weights, dtype)
     for layer in layers:
         check_filled(layer, file)
 

@@ -155,7 +155,6 @@ def describe_base(config: PreTrainedConfig) -> dict[str, Any]:
         decodes = "yes" if is_tested(base) else "tried when it is loaded"
     except ValueError as error:
         decodes = f"no: {error}"
-    is_stateful = is_recurrent(base)
     return {
         "model_type": base.config.model_type,
         "model": type(base).__name__,
@@ -163,7 +162,7 @@ def describe_base(config: PreTrainedConfig) -> dict[str, Any]:
         "layers": dict(Counter(map(kind_of_layer, DynamicCache(config=config).layers))),
         "decodes": decodes,
         "mtp_layers": num_mtp_layers(config),
-        "steps": "general" if is_stateful else "general, static, compiled, captured",
+        "steps": "general, compiled" if is_recurrent(base) else "general, static, compiled, captured",
     }
 
 
@@ -197,7 +196,7 @@ def _in_words(name: str, value: Any) -> str:
     if name == "num_parameters":
         return f"{value:,}"
     if name == "mtp_layers":
-        return f"{value}, which draft where asked for: --heads mtp" if value else "none"
+        return f"{value}, which draft where no heads ship" if value else "none"
     if name == "layers":
         return ", ".join(f"{count} {kind}" for kind, count in value.items())
     if name == "base_config":

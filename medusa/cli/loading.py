@@ -38,13 +38,14 @@ from medusa.conversations import check_template_kwargs
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import DrafterFactory, uses_model_heads
-from medusa.engine.loading import load_for_engine
+from medusa.engine.loading import load_for_engine, load_own_heads
 from medusa.engine.views import packed_bytes, share_of_outliers
 from medusa.hardware import use_threads
 from medusa.heads.adapter import apply_adapter
 from medusa.heads.autoregressive_head import Heads
 from medusa.heads.calibration import AnsweredTokens
-from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, check_heads_fit_source, load_heads, own_heads
+from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, check_heads_fit_source, load_heads
+from medusa.heads.mtp import can_draft_itself
 from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
 from medusa.options import Dtype, Engine, StepKind, TemplateOptions
@@ -102,8 +103,11 @@ def load_model(
     # an adapter changes the weights, so they are held as they are
     engine: Engine = "eager" if has_adapter or holds_weights else options.engine
     base = load_base_on(device, source, options.dtype, engine)
-    if named == OWN_HEADS:
-        checkpoint = own_heads(base)
+    if named is None and options.heads == DEFAULT_HEADS and _can_draft_itself(source):
+        named = OWN_HEADS
+    if named == OWN_HEADS and with_heads:
+        checkpoint = _own_heads(base, is_default=options.heads == DEFAULT_HEADS)
+        named = None if checkpoint is None else named
     if checkpoint is not None and checkpoint.adapter is not None:
         apply_adapter(base, checkpoint.adapter)
     num_beams = base.generation_config.num_beams or 1
@@ -129,6 +133,8 @@ def load_model(
     if model.heads is not None:
         nodes = counted(model.tree.num_nodes, "node")
         heads = f"{counted(model.heads.num_heads, 'head')}, a tree of {nodes}"
+        if named == OWN_HEADS:
+            heads = f"its own layer for guesses, {model.heads.num_heads} deep, a tree of {nodes}"
     if has_adapter:
         heads += ", with the LoRA adapter that was trained with them: the text is the adapted model's"
     for number_format, size in packed_bytes(model.engine_base).items():
@@ -143,6 +149,28 @@ def load_model(
         )
         log.print(text, style="dim", soft_wrap=not log.is_terminal)
     return model
+
+
+def _can_draft_itself(source: BaseSource) -> bool:
+    """Whether the base brings layers that draft with nothing named."""
+    is_quantised_directory = source.gguf is None and is_held_quantised(source)
+    return can_draft_itself(source.config) and not is_quantised_directory
+
+
+def _own_heads(base: CausalLM, is_default: bool) -> HeadsCheckpoint | None:
+    """The layers that come with ``base``, as heads; where nobody asked for them and they cannot be had, this
+    is said, and there are none.
+
+    Raises:
+        ValueError: they were asked for and cannot be had.
+    """
+    try:
+        return load_own_heads(base)
+    except ValueError as error:
+        if not is_default:
+            raise
+        log_console().print(f"the base does not draft itself: {error}", style="dim", soft_wrap=True)
+        return None
 
 
 def _warn_of_other_template(

@@ -413,8 +413,8 @@ class ModelOptions:
     """Tokenizer, as the base is named; none is the base's own."""
     heads: str = DEFAULT_HEADS
     """Heads trained on that base: a directory, a hub id as above, or the name of heads that ship; mtp are the
-    base's own layers for multi-token prediction. default are the heads that ship for the base; other bases
-    have none, and then drafts come from suffix matching, as with none."""
+    base's own layers for multi-token prediction. default are the heads that ship for the base, else its own
+    layers; where it has neither, drafts come from suffix matching, as with none."""
     trust_remote_code: bool = False
     """Run the code that the base's repository comes with, which can do anything; for models that are not part
     of transformers."""

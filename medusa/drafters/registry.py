@@ -41,13 +41,13 @@ from medusa.drafters.protocol import Drafter, PlainDrafter, not_capturable
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 from medusa.engine.engine_state import apply_engine
-from medusa.engine.loading import load_for_engine
+from medusa.engine.loading import load_for_engine, load_own_head
 from medusa.engine.views import packed_unsupported_reason
 from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
 from medusa.heads.checkpoint import HeadsCheckpoint, check_heads_fit, load_heads
 from medusa.heads.eagle3 import Eagle3Head
 from medusa.heads.fingerprint import warn_of_another_base
-from medusa.heads.mtp import mtp_unsupported_reason, own_head
+from medusa.heads.mtp import mtp_unsupported_reason
 from medusa.options import ANY_SHAPE_STEPS, DrafterSettings, Engine, StepKind
 from medusa.trees.candidate_tree import CandidateTree
 
@@ -165,7 +165,7 @@ def _missing_eagle3(host: DraftHost, settings: DrafterSettings) -> str | None:
 
 def _mtp(host: DraftHost, settings: DrafterSettings) -> AutoregressiveDrafter:
     """The layers that come with the base, as deep as they are many unless ``settings`` say otherwise."""
-    head = own_head(host.base, settings.draft_length)
+    head = load_own_head(host.base, settings.draft_length)
     return AutoregressiveDrafter(
         head.to(host.profile.device).eval(), host.engine_base, tree_of(settings, head.num_heads)
     )

@@ -25,9 +25,16 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 
 from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.attention import is_code_of_transformers
-from medusa.base.causal_lm import CausalLM, embedding_rows, lm_head
+from medusa.base.causal_lm import CausalLM, embedding_rows, end_ids, lm_head, vocab_size
 from medusa.base.experts import expert_matrices, is_experts
-from medusa.base.loading import BaseSource, explained_kind, find_base, is_held_quantised, load_base
+from medusa.base.loading import (
+    BaseSource,
+    explained_kind,
+    find_base,
+    gguf_path,
+    is_held_quantised,
+    load_base,
+)
 from medusa.base.stored_weights import StoredWeights
 from medusa.base.text_part import empty_model, text_part
 from medusa.engine.file_weights import (
@@ -40,11 +47,18 @@ from medusa.engine.file_weights import (
 )
 from medusa.engine.held_sizes import HeldSizes, check_fits
 from medusa.engine.kernels import kernels_unsupported_reason
-from medusa.engine.quantised_loading import load_quantised
+from medusa.engine.quantised_loading import load_held_mtp_layers, load_quantised
+from medusa.engine.views import pack_linears, packed_as
+from medusa.heads.checkpoint import HeadsCheckpoint
+from medusa.heads.draft_vocab import likely_tokens
+from medusa.heads.mtp import MtpHead, empty_own_head, num_mtp_layers, own_head
 from medusa.options import Engine
 
 PLACING = ("dtype", "torch_dtype", "device_map", "quantization_config", "variant", "tp_plan")
 """Arguments of ``from_pretrained`` that say in which precision a base is loaded, or where."""
+OWN_DEPTH = 3
+"""How deep the layers that come with a base draft as its heads: of Qwen3.5's one layer, 0.91 of the first
+guesses and 0.75 of the second are right, as others publish."""
 
 
 def load_for_engine(source: str | Path | BaseSource, engine: Engine, **kwargs: Any) -> CausalLM:
@@ -84,6 +98,42 @@ def load_for_engine(source: str | Path | BaseSource, engine: Engine, **kwargs: A
     # what other code computes for itself while it is made, in the narrow type, cannot be computed anew; and
     # an adapter that lies beside the weights, which transformers puts on, was rounded to that type
     return load_base(source, dtype=torch.float32)
+
+
+def load_own_head(base: CausalLM, max_depth: int | None = None) -> MtpHead:
+    """The layers for multi-token prediction that come with ``base`` (:mod:`medusa.heads.mtp`), as its engine
+    holds weights: in the bits of a GGUF file, of other files in int8; in the type of a base that is not
+    packed. Of a large vocabulary they draft :func:`medusa.heads.draft_vocab.likely_tokens`.
+
+    Args:
+        max_depth: how deep they draft; None is as deep as they are many.
+
+    Raises:
+        ValueError: as :func:`medusa.heads.mtp.own_head`.
+    """
+    token_map = likely_tokens(vocab_size(base), end_ids(base))
+    if packed_as(base) is None:
+        return own_head(base, max_depth, token_map=token_map)
+    path = gguf_path(base.name_or_path, {})
+    if path is None:
+        head = own_head(base, max_depth, token_map=token_map, dtype=torch.bfloat16)
+    else:
+        head = empty_own_head(base, max_depth, token_map)
+        load_held_mtp_layers(path, head)
+    release = released_pages()
+    for module in list(head.modules()):
+        pack_linears(module, True, release)
+    return head.float()
+
+
+def load_own_heads(base: CausalLM) -> HeadsCheckpoint:
+    """:func:`load_own_head` as heads, at least :data:`OWN_DEPTH` deep.
+
+    Raises:
+        ValueError: as there.
+    """
+    depth = max(num_mtp_layers(base.config), OWN_DEPTH)
+    return HeadsCheckpoint(load_own_head(base, depth), base.name_or_path)
 
 
 def _has_adapter(source: BaseSource) -> bool:

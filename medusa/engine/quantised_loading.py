@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -53,6 +54,7 @@ from medusa.engine.held_sizes import bytes_of_group, check_fits, matrices
 from medusa.engine.kernels import kernels_unsupported_reason
 from medusa.engine.quantised_experts import experts_in_file, file_rows, hold_experts, mxfp4_experts
 from medusa.engine.views import joinable_linears, pack_linears, share_product
+from medusa.heads.mtp import MtpHead, without_weights
 from medusa.options import Engine
 
 if TYPE_CHECKING:
@@ -233,14 +235,48 @@ def _held_file(source: BaseSource, file: GGUFFile, engine: Engine) -> CausalLM:
     head = lm_head(base)
     quantised = [*held.quantised.values(), *held.tied]
     rows = None if any(module is head for module, _ in quantised) else embedding_rows(head)
-    by_module = {id(module): partial(_joined_rows, parts) for module, parts in quantised}
-    of_experts = {
-        name: [partial(file_rows, file, part) for part in parts] for name, parts in held.experts.items()
-    }
-    hold_experts(base, of_experts, engine != "packed", release)
-    for parent in list(base.modules()):
-        _hold_quantised(parent, by_module, head, engine != "packed", False, release)
+    _hold_tensors(file, base, quantised, held.experts, head, engine != "packed", release)
     return packed_rest(base, False, rows, release)
+
+
+def load_held_mtp_layers(path: Path, head: MtpHead) -> None:
+    """Fill the layers of ``head``, which have no memory yet, from the file at ``path``: its matrices as the
+    file has them, multiplied in whole numbers, as heads are.
+
+    Raises:
+        ValueError: the file has other tensors.
+    """
+    model = gguf_model()
+    file = GGUFFile.open(path)
+    release = released_pages()
+    of_layers = model.mtp_weights(file, without_weights(head.config.base_config), head.layers)
+    for layer, weights in zip(head.layers, of_layers, strict=False):
+        quantised = _file_modules(file, layer, weights, None)
+        experts = experts_in_file(file, layer, weights)
+        in_place = {*quantised, *experts}
+        rest = {name: weight for name, weight in weights.items() if name not in in_place}
+        model.fill(layer, file, rest, torch.float32)
+        model.check_filled(layer, file, in_place)
+        _hold_tensors(file, layer, quantised.values(), experts, None, True, release)
+    for layer in head.layers:
+        model.check_filled(layer, file)
+
+
+def _hold_tensors(
+    file: GGUFFile,
+    model: nn.Module,
+    quantised: Iterable[tuple[nn.Module, Sequence[QuantisedRows]]],
+    experts: Mapping[str, Sequence[TensorEntry]],
+    head: nn.Module | None,
+    in_whole_numbers: bool,
+    release: Callable[[Tensor], Tensor],
+) -> None:
+    """Have modules of ``model`` hold their parts, and ``experts`` theirs, as ``file`` has them."""
+    by_module = {id(module): partial(_joined_rows, parts) for module, parts in quantised}
+    of_experts = {name: [partial(file_rows, file, part) for part in parts] for name, parts in experts.items()}
+    hold_experts(model, of_experts, in_whole_numbers, release)
+    for parent in list(model.modules()):
+        _hold_quantised(parent, by_module, head, in_whole_numbers, False, release)
 
 
 @dataclass(frozen=True)
@@ -262,9 +298,9 @@ class _HeldTensors:
 
     @classmethod
     def of(cls, file: GGUFFile, base: CausalLM, weights: Mapping[str, NamedWeight]) -> _HeldTensors:
-        quantised = _file_modules(file, base, weights)
         embedding = base.get_input_embeddings()
         head = lm_head(base)
+        quantised = _file_modules(file, base, weights, head)
         is_tied = head.weight is embedding.weight
         tied = [(head, rows) for module, rows in quantised.values() if is_tied and module is embedding]
         floats = _file_floats(file, base, weights)
@@ -290,11 +326,11 @@ def _given(weight: QuantisedRows | Tensor) -> ReadsWeight:
 
 
 def _file_matrices(
-    file: GGUFFile, base: CausalLM, weights: Mapping[str, NamedWeight], types: Collection[int]
+    file: GGUFFile, model: nn.Module, weights: Mapping[str, NamedWeight], types: Collection[int]
 ) -> Iterator[tuple[str, nn.Linear | nn.Embedding, list[TensorEntry], Order]]:
-    """The weights of linear layers and embeddings of ``base`` that are matrices of one of ``types`` in the
+    """The weights of linear layers and embeddings of ``model`` that are matrices of one of ``types`` in the
     file, with their names and modules, and in which order the file has them."""
-    modules = dict(base.named_modules())
+    modules = dict(model.named_modules())
     for name, weight in weights.items():
         parts = [file.tensors[source] for source in weight.sources]
         module = modules[name.rpartition(".")[0]]
@@ -320,14 +356,14 @@ def _check_shapes(module: nn.Linear | nn.Embedding, parts: Sequence[TensorEntry]
 
 
 def _file_modules(
-    file: GGUFFile, base: CausalLM, weights: Mapping[str, NamedWeight]
+    file: GGUFFile, model: nn.Module, weights: Mapping[str, NamedWeight], head: nn.Module | None
 ) -> dict[str, tuple[nn.Module, list[QuantisedRows]]]:
-    """The linear layers and embeddings of ``base`` that can hold their weight as the file has it, by the name
-    of that weight: the parts of each, one below the other."""
+    """The linear layers and embeddings of ``model``, with the LM head ``head``, that can hold their weight as
+    the file has it, by the name of that weight: the parts of each, one below the other."""
     modules: dict[str, tuple[nn.Module, list[QuantisedRows]]] = {}
-    for name, module, parts, order in _file_matrices(file, base, weights, gguf_types()):
+    for name, module, parts, order in _file_matrices(file, model, weights, gguf_types()):
         _check_shapes(module, parts)
-        if order.moves and (isinstance(module, nn.Embedding) or module is lm_head(base)):
+        if order.moves and (isinstance(module, nn.Embedding) or module is head):
             continue
         inputs = None if order.columns is None else order.columns.argsort()
         rows = [
@@ -374,7 +410,7 @@ def _say_what_is_widened(widened: Iterable[TensorEntry]) -> None:
 def _hold_quantised(
     parent: nn.Module,
     quantised: Mapping[int, ReadsWeight],
-    head: nn.Module,
+    head: nn.Module | None,
     in_whole_numbers: bool,
     int8: bool,
     release: Callable[[Tensor], Tensor],

@@ -39,7 +39,7 @@ from medusa.heads.draft_vocab import checked_token_map
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.heads.fingerprint import BaseFingerprint, warn_of_another_base
 from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
-from medusa.heads.mtp import MtpConfig, MtpHead, own_head
+from medusa.heads.mtp import MtpConfig, MtpHead
 from medusa.heads.stored_types import ROW_BYTES, GroupType, is_grouped, stored, widened
 from medusa.heads.tensor_files import check_finite, check_tensors, read_tensors
 from medusa.hub import hub_directory
@@ -225,15 +225,6 @@ def load_heads(
         fingerprint=_read_fingerprint(directory, raw),
         template_options=options,
     )
-
-
-def own_heads(base: CausalLM) -> HeadsCheckpoint:
-    """The layers for multi-token prediction that come with ``base``, which :data:`OWN_HEADS` names, as heads.
-
-    Raises:
-        ValueError: as :func:`medusa.heads.mtp.own_head`.
-    """
-    return HeadsCheckpoint(own_head(base), base.name_or_path)
 
 
 def kind_of(heads: Heads) -> str:

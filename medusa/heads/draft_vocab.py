@@ -8,7 +8,7 @@ never drafted; the base still emits it.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -23,6 +23,22 @@ MAX_SIZE = 2**24
 refused before memory is allocated."""
 MAX_LAYERS = 4096
 """Largest number of layers, of a head or of a base."""
+
+LIKELY = 2**15
+"""Tokens that a module without a token map of its own drafts, of a vocabulary of twice as many and more. The
+first so many of Qwen 2.5 are 94 % of those of English prose, 89 % of Python and 51 % of Chinese; half as many
+are 88, 81 and 41 %, and all are eight times the work at each draft, where a base has 248,320."""
+
+
+def likely_tokens(vocab_size: int, ends: Iterable[int]) -> Tensor | None:
+    """The tokens to draft where no text tells more, (V',) long: the first :data:`LIKELY` and ``ends``, which
+    end answers. None for all of a smaller vocabulary.
+
+    Byte-pair merges are numbered as they were learnt, the most frequent first.
+    """
+    if vocab_size < 2 * LIKELY:
+        return None
+    return torch.tensor(sorted({*range(LIKELY), *(id for id in ends if id < vocab_size)}))
 
 
 class DraftVocab(nn.Module):

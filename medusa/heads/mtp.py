@@ -40,6 +40,12 @@ def num_mtp_layers(config: PreTrainedConfig) -> int:
     return getattr(text, "num_mtp_layers", None) or 0
 
 
+def can_draft_itself(config: PreTrainedConfig) -> bool:
+    """Whether a base brings layers for multi-token prediction that can be loaded here, as far as its
+    configuration says."""
+    return num_mtp_layers(config) > 0 and _modules() is not None
+
+
 def mtp_unsupported_reason(base: CausalLM) -> str | None:
     """The missing requirement of the MTP layers of ``base``; None if none is known."""
     if not num_mtp_layers(base.config):
@@ -165,24 +171,44 @@ class MtpHead(AutoregressiveHead):
         return Drafted(states, states)
 
 
-def own_head(
-    base: CausalLM, max_depth: int | None = None, *, source: str | Path | None = None, **options: Any
-) -> MtpHead:
-    """The base's own layers, in its type, with the weights of the files that it was loaded from, or of the
-    files in ``source``.
+def empty_own_head(base: CausalLM, max_depth: int | None = None, token_map: Tensor | None = None) -> MtpHead:
+    """The base's own layers without memory for their weights; they draft the tokens ``token_map`` (V',) long,
+    or all.
 
     Raises:
-        ValueError: as :meth:`MtpConfig.of_base`, or the files do not hold the weights.
+        ValueError: as :meth:`MtpConfig.of_base`.
     """
+    size = None if token_map is None else len(token_map)
+    config = MtpConfig.of_base(base, max_depth, token_map_size=size)
     with torch.device("meta"):
-        head = MtpHead(MtpConfig.of_base(base, max_depth, **options))
+        head = MtpHead(config)
+    head.token_map = token_map
+    return head
+
+
+def own_head(
+    base: CausalLM,
+    max_depth: int | None = None,
+    *,
+    source: str | Path | None = None,
+    token_map: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> MtpHead:
+    """The base's own layers, in its type or in ``dtype``, with the weights of the files that it was loaded
+    from, or of the files in ``source``.
+
+    Raises:
+        ValueError: as :func:`empty_own_head`, or the files do not hold the weights.
+    """
+    head = empty_own_head(base, max_depth, token_map)
+    dtype = dtype or base.dtype
     files_base = without_weights(head.config.base_config)  # says to transformers what to read, and where
     path = gguf_path(source or base.name_or_path, {})
     if path is not None:
-        gguf_model().fill_mtp_layers(GGUFFile.open(path), files_base, head.layers, base.dtype)
+        gguf_model().fill_mtp_layers(GGUFFile.open(path), files_base, head.layers, dtype)
         return head
     files_base.config.name_or_path = str(source or base.name_or_path)
-    files_base.config.dtype = base.dtype
+    files_base.config.dtype = dtype
     # transformers knows the numbers of these layers for some bases only
     first = files_base.config.num_hidden_layers
     known = files_base._keys_to_ignore_on_load_unexpected or ()

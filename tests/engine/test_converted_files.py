@@ -7,9 +7,12 @@ from converted_gguf import VOCAB_SIZE, made, write_converted
 from gguf import GGMLQuantizationType as Type
 
 from medusa import MedusaModel
+from medusa.base.causal_lm import end_ids
 from medusa.base.loading import load_base
+from medusa.drafters.dynamic import DynamicAutoregressiveDrafter
 from medusa.engine.group_quantised import GroupQuantisedMatmul
 from medusa.engine.loading import load_for_engine
+from medusa.heads import draft_vocab
 from medusa.heads.mtp import MtpConfig, MtpHead
 
 pytestmark = needs_kernels
@@ -42,13 +45,58 @@ def test_engines_hold_every_matrix_of_a_file_with_layers_for_multi_token_predict
         assert not matrices
 
 
-def test_a_file_drafts_with_its_own_layers_and_its_text_is_the_same(tmp_path):
+@pytest.mark.parametrize("engine", ["auto", "packed", "eager"])
+def test_a_file_drafts_with_its_own_layers_and_its_text_is_the_same(tmp_path, engine):
     path = str(with_mtp(tmp_path))
-    plain = MedusaModel.from_pretrained(path, heads=None)
-    model = MedusaModel.from_pretrained(path, heads="mtp")
+    model = MedusaModel.from_pretrained(path, heads="default", engine=engine)
     options = {"max_new_tokens": 16, "do_sample": False}
-    alone = plain.generate(PROMPT, drafter="plain", **options)
-    assert torch.equal(model.generate(PROMPT, drafter="mtp", **options), alone)
+    alone = model.generate(PROMPT, drafter="plain", **options)
+    for how in ({}, {"drafter": "mtp"}, {"drafter": "dynamic-heads"}, {"drafter": "heads"}):
+        assert torch.equal(model.generate(PROMPT, **how, **options), alone)
+    assert model.heads.num_heads == 3 and model.tree.num_nodes == 4
+
+
+def test_its_own_layers_stay_in_the_bits_of_the_file(tmp_path):
+    path = str(with_mtp(tmp_path))
+    held, widened = (
+        MedusaModel.from_pretrained(path, heads="mtp", engine=engine) for engine in ("packed", "eager")
+    )
+    products = [each for each in held.heads.modules() if isinstance(each, GroupQuantisedMatmul)]
+    assert {each.number_format for each in products} == {"Q8_0"} and len(products) >= 5
+    assert not [name for name, each in held.heads.named_parameters() if each.dim() == 2]
+    drafts = [
+        model.heads(*states(), **asked)
+        for model in (held, widened)
+        for asked in ({"attention_mask": None, "position_ids": torch.arange(6)[None]},)
+    ]
+    torch.testing.assert_close(drafts[0].states, drafts[1].states, atol=0.05, rtol=0.05)
+
+
+def test_of_a_large_vocabulary_its_own_layers_draft_the_likely_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr(draft_vocab, "LIKELY", 40)
+    path = str(with_mtp(tmp_path))
+    model = MedusaModel.from_pretrained(path, heads="mtp")
+    ends = end_ids(model.base)
+    assert model.heads.token_map.tolist() == sorted({*range(40), *ends})
+    drafted = []
+    draft = DynamicAutoregressiveDrafter.draft
+
+    def kept(self, context):
+        drafted.append(draft(self, context))
+        return drafted[-1]
+
+    monkeypatch.setattr(DynamicAutoregressiveDrafter, "draft", kept)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    text = model.generate(PROMPT, drafter="dynamic-heads", **options)
+    assert torch.equal(text, model.generate(PROMPT, drafter="plain", **options))
+    tokens = {int(token) for each in drafted for token in each.tokens[:, 1:].flatten()}
+    assert tokens and tokens <= {*range(40), *ends}
+
+
+def states():
+    """Features and embeddings of six entries."""
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randn(1, 6, 32, generator=generator) for _ in range(2)]
 
 
 def with_mtp(directory):

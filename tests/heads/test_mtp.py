@@ -236,8 +236,28 @@ def test_they_are_evaluated_as_any_heads_are(family, tmp_path, monkeypatch):
     words = ["--prompts", str(data), "--limit", "2", "--max-new-tokens", "8", "--json", "report.json"]
     assert main(["evaluate", "--base", str(base), "--heads", "mtp", *words]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
-    assert len(report["head_accuracy"]["top1"]) == 1
+    assert len(report["head_accuracy"]["top1"]) == 3
     assert report["made"]["heads"] == "mtp" and report["made"]["heads_sha256"] is None
+
+
+def test_a_command_drafts_with_them_where_nothing_is_named(tmp_path, capsys):
+    base = save_base(tmp_path / "base", "deepseek_v3", vocab_size=258)
+    chat_tokenizer().save_pretrained(base)
+
+    def answer(*words: str, code: int = 0) -> tuple[str, str]:
+        asked = ["generate", "What?", "--base", str(base), "--max-new-tokens", "8", "--engine", "eager"]
+        assert main([*asked, *words]) == code
+        shown = capsys.readouterr()
+        return shown.out, " ".join(shown.err.split())
+
+    with_them, said = answer()
+    assert "its own layer for guesses, 3 deep, a tree of 4 nodes" in said
+    without, said = answer("--heads", "none")
+    assert with_them == without and "no heads" in said
+    made_base("deepseek_v3", vocab_size=258).save_pretrained(base)
+    without, said = answer()
+    assert with_them == without and "the base does not draft itself: the files of" in said
+    assert "do not hold the layers" in answer("--heads", "mtp", code=1)[1]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5_moe_text"])
