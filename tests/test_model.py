@@ -667,7 +667,7 @@ def test_autocast_is_refused_by_an_engine_that_keeps_its_precision_and_heeded_by
 
 def test_the_heads_that_ship_for_a_base_are_named_once(real_base, tmp_path):
     named = MedusaModel.from_pretrained(real_base, "smollm2-135m-instruct")
-    tiny_model().save_pretrained(tmp_path / "another")
+    tiny_model("llama").save_pretrained(tmp_path / "another")
     with pytest.raises(ValueError, match=r"exist for .*smollm2-135m-instruct, got base '.*another"):
         MedusaModel.from_pretrained(tmp_path / "another", heads="default")
     default = MedusaModel.from_pretrained(str(REAL_BASE), heads="default")
