@@ -3,6 +3,7 @@
 #
 #   make demo     answer prompts, train heads on the answers, measure them, answer side by side
 #   make test     the tests, exactness on the real base model included
+#   make test-changed  those that your change asks for: of its rooms, and of what imports them
 #   make test-oldest  tests with the oldest transformers that is allowed; ROOMS="tests/base ..." names some
 #   make test-newest  a few tests where `pip install .` alone chose the newest version of everything
 #   make test-arm the kernels' tests as compiled for 64-bit ARM, emulated; it says which programs it needs
@@ -23,7 +24,7 @@ ROOMS  ?= tests/base tests/decoding tests/drafters tests/engine tests/heads
 export TOKENIZERS_PARALLELISM := false
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-oldest test-newest test-arm lint check format docs bench measure setup models
+.PHONY: help demo test test-changed test-oldest test-newest test-arm lint check format docs bench measure setup models
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -93,6 +94,11 @@ lint: .venv/.installed
 
 test: lint | $(BASE)/config.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
+
+# Those that a change asks for: of its rooms, and of what imports it. SINCE names a commit to compare with.
+test-changed: lint | $(BASE)/config.json
+	tests=$$($(BIN)/python scripts/changed_tests.py $(if $(SINCE),--since $(SINCE))) && { test -z "$$tests" || \
+	    OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal $$tests; }
 
 # The oldest transformers that pyproject.toml allows, and the hub that it wants, before the packages of .venv.
 OLDEST := $(shell sed -n 's/^ *"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml).0

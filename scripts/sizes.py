@@ -33,6 +33,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ from medusa.engine.loading import load_for_engine
 from medusa.engine.packed_experts import PackedExperts
 from medusa.engine.views import packed_bytes
 from medusa.files import replaced_file
+from medusa.heads.mtp import can_draft_itself
 from medusa.measurement.llama_cpp import LlamaCpp, llama_bench, llama_cpp_unsupported_reason
 from medusa.measurement.random_shapes import (
     HYBRIDS,
@@ -144,7 +146,29 @@ def _of_ours(engine: Any, directory: Path, prompts: dict[int, Tensor], began: fl
     rows = prompts[SHORT].expand(4, -1)
     times = _times(lambda: (None for _ in model.stream(rows, **plain)))
     found["of_four_rows_ms_per_token"] = times["ms_per_token"] / len(rows)
+    if can_draft_itself(model.base.config):
+        found["three_drafts_ms"] = _own_drafts_ms(model, prompts[SHORT])
     return found | {"products_ms": _products_ms(model.engine_base)}
+
+
+def _own_drafts_ms(model: MedusaModel, prompt: Tensor) -> float:
+    """Milliseconds of a draft by the layers that come with the base, three deep, in a tree of four nodes
+    beside the suffix match: the median of a step's."""
+    own = MedusaModel.from_pretrained(model.base, "mtp", engine=model.engine, step="compiled")
+    own.compile()
+    drafter = own.drafter_for(1)
+    times = []
+    draft = drafter.draft
+
+    def timed(context: DraftContext) -> Draft:
+        before = time.perf_counter()
+        drafted = draft(context)
+        times.append(1000 * (time.perf_counter() - before))
+        return drafted
+
+    drafter.draft = timed  # type: ignore[method-assign]
+    deque(own.stream(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, drafter=drafter), maxlen=0)
+    return statistics.median(times[1:])
 
 
 class WrongGuesses(StatelessDrafter):
