@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -37,15 +38,16 @@ def _git(*words: str, check: bool = True) -> list[str]:
     return ran.stdout.splitlines()
 
 
-def imported(path: Path) -> set[str]:
+@functools.cache
+def imported(path: Path) -> frozenset[str]:
     """The modules that a file imports anywhere; "from a import b" may mean a or a.b."""
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+    return frozenset(found)
 
 
 def tests_for(changed: list[str], root: Path = ROOT) -> list[str]:
