@@ -568,7 +568,8 @@ def test_a_reader_that_goes_away_ends_a_chat_with_141_and_no_word(saved):
 
 @pytest.mark.parametrize("closed", [">&-", "<&-", "2>&-", ">&- <&-", ">&- 2>&-"])
 @pytest.mark.parametrize(
-    "command", ["--version", pytest.param("generate", marks=pytest.mark.slow)]  # this one starts torch
+    "command",
+    ["--version", pytest.param("generate", marks=pytest.mark.slow)],  # this one starts torch
 )
 def test_a_standard_stream_that_is_closed_is_no_traceback(saved, command, closed):
     words = [*map(str, saved), "--step", "general", "--max-new-tokens", "3", "Hello"]
