@@ -50,10 +50,10 @@ def imported(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
-def tests_for(changed: list[str], root: Path = ROOT) -> list[str]:
-    """The files and folders of tests that the paths ``changed`` ask for, as they are in ``root``."""
-    test_files = sorted((root / "tests").rglob("test_*.py"))
-    imports = {path.relative_to(root).as_posix(): imported(path) for path in test_files}
+def tests_for(changed: list[str]) -> list[str]:
+    """The files and folders of tests that the paths ``changed`` ask for."""
+    test_files = sorted((ROOT / "tests").rglob("test_*.py"))
+    imports = {path.relative_to(ROOT).as_posix(): imported(path) for path in test_files}
     chosen: set[str] = set()
     for name in changed:
         path = Path(name)
@@ -62,8 +62,8 @@ def tests_for(changed: list[str], root: Path = ROOT) -> list[str]:
             chosen |= {test for test, names in imports.items() if test == name or path.stem in names}
         elif path.parts[0] == "medusa" and len(path.parts) > 1:
             module = ".".join(path.with_suffix("").parts)
-            room = root / "tests" / path.parts[1]
-            chosen |= {room.relative_to(root).as_posix()} if room.is_dir() else set()
+            room = f"tests/{path.parts[1]}"
+            chosen |= {room} if (ROOT / room).is_dir() else set()
             chosen |= {test for test, names in imports.items() if module in names}
             chosen |= set(ALWAYS)
         elif path.parts[0] in ("train", "inference", "scripts"):
