@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -190,12 +189,11 @@ def own_head(
     base: CausalLM,
     max_depth: int | None = None,
     *,
-    source: str | Path | None = None,
     token_map: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> MtpHead:
     """The base's own layers, in its type or in ``dtype``, with the weights of the files that it was loaded
-    from, or of the files in ``source``.
+    from.
 
     Raises:
         ValueError: as :func:`empty_own_head`, or the files do not hold the weights.
@@ -203,11 +201,11 @@ def own_head(
     head = empty_own_head(base, max_depth, token_map)
     dtype = dtype or base.dtype
     files_base = without_weights(head.config.base_config)  # says to transformers what to read, and where
-    path = gguf_path(source or base.name_or_path, {})
+    path = gguf_path(base.name_or_path, {})
     if path is not None:
         gguf_model().fill_mtp_layers(GGUFFile.open(path), files_base, head.layers, dtype)
         return head
-    files_base.config.name_or_path = str(source or base.name_or_path)
+    files_base.config.name_or_path = base.name_or_path
     files_base.config.dtype = dtype
     # transformers knows the numbers of these layers for some bases only
     first = files_base.config.num_hidden_layers
