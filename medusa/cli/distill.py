@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from medusa.assets import EMBEDDED_BASE
 from medusa.base.loading import find_base, load_tokenizer
 from medusa.cli.loading import chosen_device, load_base_on, log_version, set_step
 from medusa.cli.options import ReportOptions, command
-from medusa.console import ProgressReporter
+from medusa.console import ProgressReporter, log_console
 from medusa.engine import QUANTISED
 from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
@@ -184,21 +185,16 @@ def _load_answerer(options: DistillOptions, log: Console) -> Answerer:
 def run(options: DistillOptions) -> list[str]:
     log = log_version()
     check(options)
-    prompts = wanted_prompts(options)
-    report = DistillationReport()
-    seconds = 0.0
     with AnswerFile(options.output, _configuration(options)) as answers:
-        conversations = unanswered(prompts, answers, options.temperatures, options.seed)
-        log.print(f"{len(prompts)} prompts, {len(prompts) - len(conversations)} answered before")
-        if conversations:
-            answerer = _load_answerer(options, log)
-            limit = TimeLimit(options.max_minutes)
-            with ProgressReporter("answers", log) as reporter:
-                progress = _AnswerProgress(reporter, len(conversations), limit)
-                report = distill(
-                    conversations, answerer, answers, limit, progress.count_tokens, progress.ended
-                )
-            seconds = limit.elapsed
+        report, seconds = answer(
+            wanted_prompts(options),
+            answers,
+            lambda: _load_answerer(options, log),
+            options.temperatures,
+            options.seed,
+            options.max_minutes,
+        )
+        if seconds:
             summarise(report, seconds, options.output, log)
     end_with_json({**vars(report), "seconds": seconds}, options.report.json)
     base = options.model or options.base
@@ -208,6 +204,29 @@ def run(options: DistillOptions) -> list[str]:
             "--output_dir", "runs/mine",
         )
     ]  # fmt: skip
+
+
+def answer(
+    prompts: Sequence[Prompt],
+    answers: AnswerFile,
+    load_answerer: Callable[[], Answerer],
+    temperatures: Sequence[float],
+    seed: int,
+    max_minutes: float | None,
+) -> tuple[DistillationReport, float]:
+    """Answer those of ``prompts`` that ``answers`` holds no answer to, with progress and time left; what came
+    out, and the seconds."""
+    log = log_console()
+    conversations = unanswered(prompts, answers, temperatures, seed)
+    log.print(f"{len(prompts)} prompts, {len(prompts) - len(conversations)} answered before")
+    if not conversations:
+        return DistillationReport(), 0.0
+    answerer = load_answerer()
+    limit = TimeLimit(max_minutes)
+    with ProgressReporter("answers", log) as reporter:
+        progress = _AnswerProgress(reporter, len(conversations), limit)
+        report = distill(conversations, answerer, answers, limit, progress.count_tokens, progress.ended)
+    return report, limit.elapsed
 
 
 def summarise(report: DistillationReport, seconds: float, output: Path, log: Console) -> None:

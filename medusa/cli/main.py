@@ -42,6 +42,8 @@ COMMANDS = {
     "compile": Command(
         "loading:compile_model", "option_types:CompileOptions", "make answers faster on this CPU"
     ),
+    "learn": Command("learn:learn", "option_types:LearnOptions", "make a base faster: heads in one command"),
+    "heads": Command("heads:heads", "option_types:HeadsOptions", "list heads that were learned here"),
     "configs": Command("configs:configs", "configs:ConfigsOptions", "list configurations that ship"),
     "distill": Command("distill:run", "distill:DistillOptions", "let a model answer prompts"),
     "train": Command("train:train", "train:TrainOptions", "train heads, on such answers"),

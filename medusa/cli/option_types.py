@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -203,6 +203,99 @@ class InfoOptions:
     """A heads directory, a hub id, or the name of heads that ship; or the directory or hub id of a base."""
     json: bool = False
     """One line of JSON instead of a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnOptions:
+    """Make a base faster: train heads for it on this machine, and use them from then on.
+
+    The base answers questions, heads are trained on the answers, the tree is chosen for this machine, and the
+    result is measured on questions that were kept apart. Heads that answer faster there than what was in use
+    are taken into use: `medusa chat --base BASE` and all other commands then find them by themselves, under
+    any name of the base. The text is the base's own, as ever. A command that was stopped goes on when it is
+    given again; one that has ended teaches the heads more.
+
+        medusa learn model.gguf
+        medusa learn model.gguf --minutes 20
+        medusa learn model.gguf --minutes 30 --data src/ notes.md conversations.jsonl
+        medusa learn Qwen/Qwen3-0.6B --prompts prompts.jsonl
+
+    All of it stays on this machine: `medusa heads` lists what was learned, and `medusa heads forget BASE`
+    removes it.
+    """
+
+    base: tyro.conf.Positional[str]
+    """The base: a directory, a GGUF file, a hub id, as owner/name or owner/name:Q4_K_M, or a name that
+    `medusa fetch` knows."""
+    minutes: float | None = None
+    """How long to take, about. None is what this machine is likely to need for 1.3 times the speed."""
+    data: tuple[str, ...] = ()
+    """Your own texts: files, folders and repositories, and conversations as `medusa train` reads them. The
+    base reads them, and answers questions about them."""
+    prompts: Path | None = None
+    """Your own questions, one JSON object a line, with `prompt`, `turns` or `messages`. Without data and
+    prompts the base answers those that ship."""
+    tokenizer: str | None = None
+    """Tokenizer, as the base is named; none is the base's own."""
+    trust_remote_code: bool = False
+    """Run the code that the base's repository comes with, which can do anything."""
+    fresh: bool = False
+    """Leave a round that was stopped, and start from new heads."""
+    threads: int | None = None
+    """Threads that compute on a CPU; none is the cores that this process may use."""
+    template: TemplateOptions = TemplateOptions()
+    report: ReportOptions = ReportOptions()
+
+    def __post_init__(self) -> None:
+        check_above(self, 0, "minutes")
+        check_at_least(self, 1, "threads")
+        if self.data and self.prompts is not None:
+            raise ValueError("data and prompts both say what to learn from; give one of them")
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What a round that was stopped must have in common with this one, in JSON."""
+        return {
+            "data": [*self.data],
+            "prompts": None if self.prompts is None else str(self.prompts),
+            "minutes": self.minutes,
+            "tokenizer": self.tokenizer,
+            "template": self.template.template_kwargs,
+        }
+
+    @property
+    def model(self) -> ModelOptions:
+        """The base, without heads."""
+        return ModelOptions(
+            base=self.base,
+            tokenizer=self.tokenizer,
+            heads="none",
+            trust_remote_code=self.trust_remote_code,
+            threads=self.threads,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsOptions:
+    """The heads that were learned on this machine: for which base, from what, how good they are, and where.
+
+        medusa heads
+        medusa heads undo model.gguf
+        medusa heads forget model.gguf
+
+    undo takes the version before into use again. forget removes all that was learned for a base, and what it
+    was learned from.
+    """
+
+    action: tyro.conf.Positional[Literal["list", "undo", "forget"]] = "list"
+    """What to do."""
+    base: tyro.conf.Positional[str | None] = None
+    """The base: its name, as in `medusa learn`, or the name of its directory in the list; none lists all."""
+    report: ReportOptions = ReportOptions()
+
+    def __post_init__(self) -> None:
+        if self.action != "list" and self.base is None:
+            raise ValueError(f"{self.action} needs a base: `medusa heads {self.action} BASE`")
 
 
 @dataclass(frozen=True, kw_only=True)

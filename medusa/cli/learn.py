@@ -1,0 +1,336 @@
+"""``medusa learn``: from a base to heads in use, in one command.
+
+A round of learning is what ``distill``, ``train``, ``tune`` and ``benchmark`` do, one after the other and
+within a budget of time, beside the heads that the base has learned before.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from medusa.assets import shipped_heads, shipped_names
+from medusa.base.causal_lm import hidden_size, vocab_size
+from medusa.base.known_models import heads_that_fit, signature_of
+from medusa.base.learned_heads import LearnedHeads, LearnedVersion
+from medusa.base.loading import BaseSource, find_base, load_tokenizer
+from medusa.cli.benchmark import BenchmarkOptions, benchmark
+from medusa.cli.distill import answer, summarise
+from medusa.cli.loading import answered_prompts, load_model
+from medusa.cli.option_types import LearnOptions
+from medusa.cli.options import (
+    AnswerOptions,
+    PromptOptions,
+    ReportOptions,
+    answer_command,
+    command,
+)
+from medusa.cli.tune import TuneOptions, tune
+from medusa.console import counted, log_console
+from medusa.drafters.protocol import PlainDrafter
+from medusa.files import read_json, write_json
+from medusa.hardware import use_threads
+from medusa.heads.checkpoint import OWN_HEADS, PROVENANCE_FILE, load_heads
+from medusa.heads.medusa_heads import MedusaHeads
+from medusa.heads.mtp import can_draft_itself
+from medusa.measurement.comparison import ranked
+from medusa.measurement.report import end_with_json
+from medusa.model import MedusaModel
+from medusa.prompts import read_prompts, with_template_kwargs
+from medusa.training.config import BaseOptions
+from medusa.training.data.material import material_of
+from medusa.training.distillation.answering import LocalAnswerer
+from medusa.training.distillation.distill import AnswerFile
+from medusa.training.round import ANSWERING, MAX_NODES, READING, Round, material_of_prompts
+from medusa.training.run import job
+
+ENOUGH_TOKENS = 30_000
+"""Tokens of answers that gave heads which answer 1.3 times as fast: what --minutes is by default."""
+LEAST_MINUTES = 6.0
+LONGEST_ANSWER = 192
+"""Tokens."""
+ROWS = 32
+"""Answers under way at once."""
+MEASURED_QUESTIONS, MEASURED_TOKENS = 8, 96
+"""Questions that the closing measurement asks, and the longest answer to each."""
+MEASURING = 0.08
+"""Part of the time for a closing measurement."""
+MIN_GAIN = 1.03
+"""How much faster than what was in use heads must be: below is noise."""
+PROBED_TOKENS = 256
+"""Tokens of a text on which reading is timed."""
+CHARACTERS = 3
+"""Characters of a token, at least, in most texts."""
+WORTH_STARTING = 1.15
+"""Tokens per step, with eight nodes, from which heads of another base are a start."""
+
+
+def learn(options: LearnOptions) -> list[str]:
+    """Answer, train, choose the tree, measure, and take the heads into use where they are better."""
+    logging.basicConfig(level=logging.WARNING)
+    disable_progress_bar()
+    use_threads(options.threads)
+    source = find_base(options.base, trust_remote_code=options.trust_remote_code)
+    tokenizer = load_tokenizer(options.tokenizer or source)
+    model = load_model(options.model)  # a base of the hub is fetched now, if it was not before
+    signature = signature_of(options.base)
+    if signature is None:
+        raise ValueError(
+            f"base must be a GGUF file, a directory or a hub id with files of weights, got {options.base!r}; "
+            "save the model into a directory, and name that"
+        )
+    learned = LearnedHeads.of_signature(signature)
+    with learned.locked():
+        learned.begin(options.base)
+        lesson = _round(options, learned, has_template=tokenizer.chat_template is not None)
+        began = time.monotonic() - 60 * lesson.record["minutes_taken"]
+        try:
+            if not lesson.is_answered:
+                _answer(lesson, model, options)
+            del model  # training needs no layers of the base
+            gc.collect()
+            log_console().rule("training")
+            base = BaseOptions(options.base, options.tokenizer, options.trust_remote_code)
+            if not job.train(lesson.configuration(base, options.template)):
+                return []
+            ways = _measured(lesson, options, _in_use(options.base, source))
+        finally:
+            lesson.save(minutes_taken=(time.monotonic() - began) / 60)
+        version = _version(lesson, options, ways["learned"])
+        is_better = _is_better(ways)
+        if is_better:
+            _mark(lesson.heads, version)
+        learned.end_round(version, lesson.heads if is_better else None)
+    _summarise(version, ways, is_better, learned)
+    end_with_json(asdict(version) | {"is_in_use": is_better}, options.report.json)
+    if is_better:
+        return [answer_command(tokenizer, "--base", options.base), command("heads")]
+    more = f"{max(2 * version.minutes, LEAST_MINUTES):.0f}"
+    return [command("learn", options.base, "--minutes", more)]
+
+
+def _round(options: LearnOptions, learned: LearnedHeads, has_template: bool) -> Round:
+    """The round that was stopped, or a new one."""
+    stopped = None if options.fresh else Round.stopped_in(learned.round, options.asked)
+    if stopped is not None:
+        log_console().print("going on with the round that was stopped", style="dim")
+        return stopped
+    number = learned.last_number + 1
+    if options.data:
+        material = material_of(options.data, has_template, seed=number)
+    else:
+        material = material_of_prompts(options.prompts)
+    return Round.begun_in(learned.round, options.asked, number, material)
+
+
+# ------------------------------------------------------------------ answers
+
+
+def _answer(lesson: Round, model: MedusaModel, options: LearnOptions) -> None:
+    """Let the base answer, first what is measured on; then choose the heads to begin with."""
+    log = log_console()
+    reads, answers_a_second = _rates(model)
+    minutes = lesson.minutes
+    if minutes is None:
+        minutes = max(LEAST_MINUTES, ENOUGH_TOKENS / answers_a_second / 60 / ANSWERING)
+    lesson.save(minutes=minutes)
+    log.print(
+        f"this takes about {minutes:.0f} minutes: the base reads some {reads:.0f} tokens a second and writes "
+        f"{answers_a_second:.0f} in {ROWS} answers at once; --minutes says otherwise",
+        soft_wrap=True,
+    )
+    lesson.keep_texts(CHARACTERS * reads * READING * minutes * 60)
+    kwargs = options.template.template_kwargs
+    parts = (
+        ("answers to measure on", lesson.held_out, lesson.held_out_answers, [0.0], None),
+        ("answers", lesson.questions, lesson.answers, [0.0, 0.7], ANSWERING * minutes),
+    )
+    for title, questions, output, temperatures, limit in parts:
+        log.rule(title)
+        settings = {"base": options.base, "temperatures": temperatures, "template": kwargs}
+        with AnswerFile(output, settings) as answers:
+            report, seconds = answer(
+                with_template_kwargs(read_prompts(questions), kwargs),
+                answers,
+                partial(LocalAnswerer, model, ROWS, LONGEST_ANSWER),
+                temperatures,
+                seed=10**6 * lesson.number,
+                max_minutes=limit,
+            )
+            if seconds:
+                summarise(report, seconds, output, log)
+    lesson.save(
+        is_answered=True,
+        start_from=None if options.fresh else _best_start(lesson, model),
+        width=hidden_size(model.base),
+        vocabulary=vocab_size(model.base),
+        layers=model.base.config.get_text_config(decoder=True).num_hidden_layers,
+    )
+
+
+def _rates(model: MedusaModel) -> tuple[float, float]:
+    """Tokens a second that the base reads, and that it writes in :data:`ROWS` answers."""
+    ids = torch.arange(PROBED_TOKENS, device=model.device)[None] % vocab_size(model.base)
+
+    def seconds(inputs: torch.Tensor, count: int) -> float:
+        began = time.monotonic()
+        lengths: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count}
+        model.generate(inputs, **lengths, do_sample=False, drafter=PlainDrafter())
+        return time.monotonic() - began
+
+    seconds(ids, 1)  # what is made once
+    reading = seconds(ids, 1)
+    rows = ids[:, :16].expand(ROWS, -1).contiguous()
+    step = (seconds(rows, 7) - seconds(rows, 1)) / 6
+    return PROBED_TOKENS / reading, ROWS / max(step, 1e-6)
+
+
+def _best_start(lesson: Round, model: MedusaModel) -> str | None:
+    """The heads to begin with: those of the base, else those of a base with the same widths, such as the one
+    that it was made of, which guess its answers well; None for new ones."""
+    config = model.base.config.get_text_config(decoder=True)
+    own = heads_that_fit(model.base.name_or_path)
+    others = [str(each.in_use) for each in LearnedHeads.all() if each.in_use is not None]
+    candidates = {}
+    for name in dict.fromkeys([*([own] if own else []), *others, *shipped_heads()]):
+        checkpoint = load_heads(name)
+        heads = checkpoint.heads
+        fits = heads.config.hidden_size, heads.config.vocab_size
+        layers = max(heads.aux_layers, default=0)
+        if (
+            isinstance(heads, MedusaHeads)
+            and checkpoint.adapter is None
+            and fits == (hidden_size(model.base), vocab_size(model.base))
+            and layers <= config.num_hidden_layers
+        ):
+            candidates[name] = heads.to(model.device).eval()
+    if own in candidates or not candidates:
+        return own if own in candidates else None
+    prompts = read_prompts(lesson.held_out_answers)
+    rows = answered_prompts(model, prompts, AnswerOptions(max_new_tokens=LONGEST_ANSWER))
+    counts = ranked(model, list(candidates.values()), rows, max_rank=8)
+    gains = {name: count.held_out_tokens_per_step(8) for name, count in zip(candidates, counts, strict=True)}
+    best = max(gains, key=gains.__getitem__)
+    is_worth_it = gains[best] >= WORTH_STARTING
+    log_console().print(
+        f"heads of another base with the same widths, {best}, guess {gains[best]:.2f} tokens a step here: "
+        f"{'the new ones begin as those' if is_worth_it else 'no start'}",
+        soft_wrap=True,
+    )
+    return best if is_worth_it else None
+
+
+# ------------------------------------------------------------------ the result
+
+
+def _in_use(base: str, source: BaseSource) -> str | None:
+    """The heads with which ``base`` drafts now."""
+    return heads_that_fit(base) or (OWN_HEADS if can_draft_itself(source.config) else None)
+
+
+def _measured(lesson: Round, options: LearnOptions, in_use: str | None) -> dict[str, dict[str, Any]]:
+    """Choose the tree of the new heads, and measure what they give, and what those give that are in use, each
+    beside plain decoding: the reports of ``medusa benchmark`` by what was measured."""
+    learned = replace(options.model, heads=str(lesson.heads))
+    log_console().rule("the tree for this machine")
+    tune(
+        TuneOptions(
+            model=learned,
+            prompts=PromptOptions(prompts=lesson.held_out_answers),
+            answers=AnswerOptions(max_new_tokens=LONGEST_ANSWER),
+            report=ReportOptions(lesson.directory / "tree.json"),
+            sizes=(2, 3, 4, 6, 8, 12, MAX_NODES),
+            rounds=4,
+            plot=lesson.directory / "tree.png",
+        )
+    )
+    compared = {"learned": learned}
+    if in_use is not None:
+        compared["in use"] = replace(options.model, heads=in_use)
+    measured = {}
+    for name, model in compared.items():
+        log_console().rule(f"the speed of the heads {name}" if name == "in use" else "the speed")
+        report = lesson.directory / f"{name.replace(' ', '-')}.json"
+        benchmark(
+            BenchmarkOptions(
+                model=model,
+                prompts=PromptOptions(
+                    prompts=lesson.held_out,
+                    limit=MEASURED_QUESTIONS,
+                    enable_thinking=options.template.enable_thinking,
+                    chat_template_kwargs=options.template.chat_template_kwargs,
+                ),
+                answers=AnswerOptions(max_new_tokens=MEASURED_TOKENS),
+                report=ReportOptions(report),
+                systems=("heads", "default"),
+                max_minutes=MEASURING * (lesson.minutes or LEAST_MINUTES),
+                plot=report.with_suffix(".png"),
+            )
+        )
+        measured[name] = read_json(report)
+    return measured
+
+
+def _speedup(report: dict[str, Any]) -> float:
+    """Tokens a second as ``generate`` decodes, with nothing named, against plain decoding."""
+    return float(report["against_plain"]["default"]["ratio"])
+
+
+def _is_better(ways: dict[str, dict[str, Any]]) -> bool:
+    """Whether the new heads give the same text faster than plain decoding and than what was in use."""
+    before = _speedup(ways["in use"]) if "in use" in ways else 1.0
+    low = ways["learned"]["against_plain"]["default"]["low"]
+    is_sure = low is None or low > 1  # None with one question
+    is_exact = ways["learned"]["identical"] is not False
+    return is_sure and is_exact and _speedup(ways["learned"]) >= MIN_GAIN * max(1.0, before)
+
+
+def _version(lesson: Round, options: LearnOptions, report: dict[str, Any]) -> LearnedVersion:
+    provenance = read_json(lesson.heads / PROVENANCE_FILE)
+    counts = provenance["data"]
+    own_prompts = options.prompts is not None and str(options.prompts) not in shipped_names(".jsonl")
+    is_private = bool(options.data) or own_prompts or provenance.get("learned", {}).get("is_private", False)
+    return LearnedVersion(
+        number=lesson.number,
+        made=datetime.now(UTC).isoformat(timespec="seconds"),
+        learned_from=[*options.data] or [str(options.prompts or "the prompts that ship")],
+        is_private=is_private,
+        num_tokens=int(counts["training labels"]),
+        minutes=round(lesson.record["minutes_taken"], 1),
+        tokens_per_step=round(report["tokens_per_step"]["default"], 3),
+        speedup=round(_speedup(report), 3),
+    )
+
+
+def _mark(heads: Path, version: LearnedVersion) -> None:
+    """Say in the heads' provenance how they came."""
+    path = heads / PROVENANCE_FILE
+    write_json(path, {**read_json(path), "learned": asdict(version)})
+
+
+def _summarise(
+    version: LearnedVersion, ways: dict[str, dict[str, Any]], is_better: bool, learned: LearnedHeads
+) -> None:
+    say = partial(log_console().print, soft_wrap=True)
+    say()
+    say(
+        f"{version.speedup:.2f} times plain decoding on {counted(ways['learned']['num_prompts'], 'question')}"
+        f" kept apart, {version.tokens_per_step:.2f} tokens a step, after {version.minutes:.0f} minutes and "
+        f"{version.num_tokens:,} tokens",
+        style="bold",
+    )
+    if "in use" in ways:
+        say(f"what was in use: {_speedup(ways['in use']):.2f} times")
+    if is_better:
+        say(f"in use from now on, in {learned.in_use}")
+    else:
+        say("no better than what was in use, so that stays; more time or other data may help")
