@@ -2,9 +2,10 @@
 
 A base has one directory below :func:`learned_home`, called by the beginning of its signature:
 
-    record.json     the base, and each version: what it was learned from, and how good it is
-    heads-1/ ...    a heads directory for each version that is kept
-    round/          the round of learning that is under way, until it has ended
+    record.json          the base, and each version: what it was learned from, and how good it is
+    heads-1/ ...         a heads directory for each version that is kept
+    answers-1.jsonl ...  the answers of the last rounds, from which later ones learn too
+    round/               the round of learning that is under way, until it has ended
 
 A version is never changed but by ``medusa tune``. Readers need no lock: ``record.json`` is replaced whole,
 and the heads of a version are there before it names them, and as long as it does. Who writes holds
@@ -13,6 +14,7 @@ and the heads of a version are there before it names them, and as long as it doe
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,10 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from medusa.assets import cache_home
-from medusa.files import clear_interrupted, locked, read_json, replaced_directory, write_json
+from medusa.files import (
+    clear_interrupted,
+    locked,
+    read_json,
+    replaced_directory,
+    replaced_file,
+    write_json,
+)
 
 KEPT_VERSIONS = 3
-"""Versions of a base's heads that are kept, the newest."""
+"""Versions of a base's heads that are kept, the newest; and files of answers."""
 NAME_LENGTH = 16
 """Characters of a signature that name its directory."""
 RECORD = "record.json"
@@ -113,6 +122,11 @@ class LearnedHeads:
         return self.directory / "round"
 
     @property
+    def answers(self) -> list[Path]:
+        """The answers of the last rounds, the oldest first."""
+        return sorted(self.directory.glob("answers-*.jsonl"), key=lambda path: int(path.stem[8:]))
+
+    @property
     def last_number(self) -> int:
         """How many rounds have ended."""
         return int(self._record().get("last_number", 0))
@@ -140,8 +154,9 @@ class LearnedHeads:
         """Make a place for what is learned for the base of this name."""
         write_json(self.directory / RECORD, {**self._record(), "base": base})
 
-    def end_round(self, version: LearnedVersion, heads: Path | None) -> None:
-        """Count the round, take ``heads`` into use where it left better ones, and clear up."""
+    def end_round(self, version: LearnedVersion, heads: Path | None, answers: Path) -> None:
+        """Count the round, take ``heads`` into use where it left better ones, keep its ``answers``, and clear
+        up."""
         record = self._record()
         kept = self.versions
         if heads is not None:
@@ -151,8 +166,16 @@ class LearnedHeads:
                 shutil.copytree(heads, partial, dirs_exist_ok=True)
             kept = [*kept, version][-KEPT_VERSIONS:]
             record["in_use"] = version.number
+        if answers.stat().st_size:
+            with replaced_file(self.directory / f"answers-{version.number}.jsonl") as copy:
+                shutil.copyfile(answers, copy)
+        for old in self.answers[:-KEPT_VERSIONS]:
+            old.unlink()
         self._write(record | {"last_number": version.number}, kept)
-        shutil.rmtree(self.round, ignore_errors=True)
+        ended = self.directory / "ended"
+        shutil.rmtree(ended, ignore_errors=True)  # of an earlier round, where that was killed here
+        os.replace(self.round, ended)
+        shutil.rmtree(ended)
 
     def undo(self) -> LearnedVersion | None:
         """Take the version before into use again, and remove the one that is; the version that is then in

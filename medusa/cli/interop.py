@@ -69,6 +69,7 @@ def export(options: ExportOptions) -> list[str]:
     foreign = FORMATS[options.to]
     _claim_output(options.output, options.overwrite, EXPORT_LAYOUT, (options.heads, options.base))
     checkpoint = load_heads(options.heads)
+    _check_may_be_shared(options, checkpoint)
     name = base_named(options.base or recorded_base(checkpoint, options.heads))  # others know no name of ours
     dtype = getattr(torch, options.dtype)
     load = partial(load_base, name, dtype="auto", trust_remote_code=options.trust_remote_code)
@@ -280,6 +281,7 @@ def push(options: PushOptions) -> list[str]:
     check_repository_name(options.repository)
     directory = heads_directory(options.heads)
     checkpoint = load_heads(directory)
+    _check_may_be_shared(options, checkpoint)
     base = _hub_base(options, checkpoint)
     report = options.evaluation
     facts = CardFacts(
@@ -325,6 +327,21 @@ def push(options: PushOptions) -> list[str]:
     if pushed is None:
         return [command("push", *to_argv(replace(options, dry_run=None)))]
     return [command("chat", "--base", base, "--heads", options.repository)]
+
+
+def _check_may_be_shared(options: ExportOptions | PushOptions, checkpoint: HeadsCheckpoint) -> None:
+    """Refuse heads that learned from a user's own texts: weights, token map and provenance tell of them.
+
+    Raises:
+        ValueError: they did, and nobody said that they may be shared.
+    """
+    learned = checkpoint.provenance.get("learned", {})
+    if learned.get("is_private") and not options.share_learned:
+        raise ValueError(
+            f"the heads in {options.heads!r} were learned from texts of your own "
+            f"({', '.join(learned['learned_from'])}), of which they tell others; --share-learned writes them "
+            "all the same"
+        )
 
 
 def _hub_base(options: PushOptions, checkpoint: HeadsCheckpoint) -> str:

@@ -81,7 +81,9 @@ def learn(options: LearnOptions) -> list[str]:
     use_threads(options.threads)
     source = find_base(options.base, trust_remote_code=options.trust_remote_code)
     tokenizer = load_tokenizer(options.tokenizer or source)
-    model = load_model(options.model)  # a base of the hub is fetched now, if it was not before
+    model = load_model(
+        options.model, with_heads=False
+    )  # a base of the hub is fetched now, if it was not before
     signature = signature_of(options.base)
     if signature is None:
         raise ValueError(
@@ -109,7 +111,7 @@ def learn(options: LearnOptions) -> list[str]:
         is_better = _is_better(ways)
         if is_better:
             _mark(lesson.heads, version)
-        learned.end_round(version, lesson.heads if is_better else None)
+        learned.end_round(version, lesson.heads if is_better else None, lesson.answers)
     _summarise(version, ways, is_better, learned)
     end_with_json(asdict(version) | {"is_in_use": is_better}, options.report.json)
     if is_better:
@@ -129,7 +131,8 @@ def _round(options: LearnOptions, learned: LearnedHeads, has_template: bool) -> 
         material = material_of(options.data, has_template, seed=number)
     else:
         material = material_of_prompts(options.prompts)
-    return Round.begun_in(learned.round, options.asked, number, material)
+    earlier = [] if options.fresh else learned.answers
+    return Round.begun_in(learned.round, options.asked, number, material, earlier)
 
 
 # ------------------------------------------------------------------ answers
@@ -282,13 +285,13 @@ def _measured(lesson: Round, options: LearnOptions, in_use: str | None) -> dict[
 
 def _speedup(report: dict[str, Any]) -> float:
     """Tokens a second as ``generate`` decodes, with nothing named, against plain decoding."""
-    return float(report["against_plain"]["default"]["ratio"])
+    return float(report["speedup_over_plain"]["default"])
 
 
 def _is_better(ways: dict[str, dict[str, Any]]) -> bool:
     """Whether the new heads give the same text faster than plain decoding and than what was in use."""
     before = _speedup(ways["in use"]) if "in use" in ways else 1.0
-    low = ways["learned"]["against_plain"]["default"]["low"]
+    low, _ = ways["learned"]["speedup_interval"]["default"]
     is_sure = low is None or low > 1  # None with one question
     is_exact = ways["learned"]["identical"] is not False
     return is_sure and is_exact and _speedup(ways["learned"]) >= MIN_GAIN * max(1.0, before)
@@ -306,7 +309,7 @@ def _version(lesson: Round, options: LearnOptions, report: dict[str, Any]) -> Le
         is_private=is_private,
         num_tokens=int(counts["training labels"]),
         minutes=round(lesson.record["minutes_taken"], 1),
-        tokens_per_step=round(report["tokens_per_step"]["default"], 3),
+        tokens_per_step=round(report["tokens_per_step_of"]["default"], 3),
         speedup=round(_speedup(report), 3),
     )
 

@@ -325,6 +325,8 @@ class ExportOptions:
     """Precision of the tensors that are written."""
     overwrite: bool = False
     """Replace an export in the output directory, and nothing else."""
+    share_learned: bool = False
+    """Write heads that were learned from your own texts too (`medusa learn --data`): they tell of these."""
     report: ReportOptions = ReportOptions()
 
 
@@ -432,6 +434,8 @@ class PushOptions:
     """If the repository is created: only you can see it."""
     overwrite: bool = False
     """Replace the files that a repository, or the folder of an earlier dry run, holds."""
+    share_learned: bool = False
+    """Push heads that were learned from your own texts too (`medusa learn --data`): they tell of these."""
     dry_run: Path | None = None
     """Write what would be pushed into this folder, and push nothing."""
     report: ReportOptions = ReportOptions()

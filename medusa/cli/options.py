@@ -413,8 +413,8 @@ class ModelOptions:
     """Tokenizer, as the base is named; none is the base's own."""
     heads: str = DEFAULT_HEADS
     """Heads trained on that base: a directory, a hub id as above, or the name of heads that ship; mtp are the
-    base's own layers for multi-token prediction. default are the heads that ship for the base, else its own
-    layers; where it has neither, drafts come from suffix matching, as with none."""
+    base's own layers for multi-token prediction. default are the heads that were learned for the base
+    (`medusa learn`), else those that ship, else its own layers; where it has neither, drafts come from suffix matching, as with none."""
     trust_remote_code: bool = False
     """Run the code that the base's repository comes with, which can do anything; for models that are not part
     of transformers."""
@@ -549,12 +549,8 @@ def answer_command(tokenizer: Any, *words: object) -> str:
 
 
 def how_to_train(base: str | None) -> str:
-    """The two commands that train heads for ``base``, with the prompts that ship."""
-    of_base = () if base is None else ("--base", base)
-    data, run = "runs/data/answers.jsonl", "runs/mine"
-    answer = command("distill", *of_base, "--prompts", "demo_prompts", "--output", data)
-    train = command("train", "--config", "smollm2_demo", *of_base, "--data", data, "--output_dir", run)
-    return f"{answer} && {train}"
+    """The command that trains heads for ``base``."""
+    return command("learn", base or EMBEDDED_HEADS)
 
 
 def print_next(commands: Sequence[str]) -> None:

@@ -80,11 +80,19 @@ class Round:
         return cls(directory, record)
 
     @classmethod
-    def begun_in(cls, directory: Path, asked: Mapping[str, Any], number: int, material: Material) -> Round:
-        """A new round, in place of whatever is there."""
+    def begun_in(
+        cls,
+        directory: Path,
+        asked: Mapping[str, Any],
+        number: int,
+        material: Material,
+        earlier: Sequence[Path] = (),
+    ) -> Round:
+        """A new round, in place of whatever is there; it learns from the ``earlier`` files of answers too."""
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(mode=0o700)
         new = cls(directory, {"asked": dict(asked), "number": number, "minutes_taken": 0.0})
+        new.record["earlier"] = [str(path) for path in earlier]
         write_rows(new.questions, material.questions)
         write_rows(new.held_out, material.held_out)
         write_rows(new.texts, material.texts)
@@ -134,12 +142,14 @@ class Round:
                 record["vocabulary"],
                 num_heads=4,
                 unembedding="token_map",
+                reads_path=True,
                 token_map_size=min(2**13, record["vocabulary"]),
                 path_rank=min(256, record["width"]),
                 fused_layers=tuple(fused),
             )
         else:
             config = load_heads(start_from).heads.config
+        own = (self.answers, self.texts)
         return TrainingConfiguration(
             base=base,
             heads=HeadOptions(
@@ -152,7 +162,7 @@ class Round:
             data=DataOptions(
                 enable_thinking=template.enable_thinking,
                 chat_template_kwargs=template.chat_template_kwargs,
-                data=[str(path) for path in (self.answers, self.texts) if path.stat().st_size],
+                data=[*record["earlier"], *(str(path) for path in own if path.stat().st_size)],
                 train_on="everything",
                 tokens_per_batch=1024,
                 max_repeated_fraction=0.5,

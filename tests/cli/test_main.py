@@ -41,8 +41,7 @@ def saved(tmp_path_factory):
 def test_a_base_without_heads_answers_and_one_line_says_how_to_train_some(saved, capsys, heads):
     said = ran(capsys, ["generate", *saved[:2], *heads, "--max-new-tokens", "8", "Hello"]).err
     assert "no heads were given, so guesses are copied from the text" in said
-    assert f"medusa distill --base {saved[1]} --prompts demo_prompts" in said
-    assert f"&& medusa train --config smollm2_demo --base {saved[1]} --data" in said
+    assert f"medusa learn {saved[1]}" in said
 
 
 def test_heads_of_other_sizes_are_refused_before_the_base_is_loaded(saved, capsys, monkeypatch):
@@ -56,7 +55,7 @@ def test_what_is_about_heads_says_how_to_train_some_where_there_are_none(saved, 
     with contextlib.suppress(SystemExit):
         main([command, *saved[:2]])
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert "is about heads, and base" in said and "medusa distill --base" in said
+    assert "is about heads, and base" in said and "medusa learn " in said
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -50,7 +50,7 @@ from medusa.files import (
     sync_tree,
     write_json,
 )
-from medusa.heads.checkpoint import HEADS_LAYOUT, PROVENANCE_FILE
+from medusa.heads.checkpoint import HEADS_LAYOUT, PROVENANCE_FILE, heads_directory
 from medusa.options import differences
 from medusa.training.config import TrainingConfiguration, changed_keys
 from medusa.training.recipes.recipe import RunState
@@ -411,7 +411,15 @@ def provenance(
             "is_finished": is_finished,
         },
         "metrics": dict(metrics),
+        **_inherited(configuration.heads.start_from),
     }
+
+
+def _inherited(start_from: str | None) -> dict[str, Any]:
+    """What heads keep of those that they began as: that these were learned from a user's own texts."""
+    path = None if start_from is None else heads_directory(start_from) / PROVENANCE_FILE
+    learned = read_json(path).get("learned") if path is not None and path.exists() else None
+    return {} if learned is None else {"learned": learned}
 
 
 @functools.cache
