@@ -28,6 +28,7 @@ from medusa.cli.distill import answer, summarise
 from medusa.cli.loading import answered_prompts, load_model
 from medusa.cli.option_types import LearnOptions
 from medusa.cli.options import (
+    NO_HEADS,
     AnswerOptions,
     PromptOptions,
     ReportOptions,
@@ -235,14 +236,14 @@ def _best_start(lesson: Round, model: MedusaModel) -> str | None:
 # ------------------------------------------------------------------ the result
 
 
-def _in_use(base: str, source: BaseSource) -> str | None:
-    """The heads with which ``base`` drafts now."""
-    return heads_that_fit(base) or (OWN_HEADS if can_draft_itself(source.config) else None)
+def _in_use(base: str, source: BaseSource) -> str:
+    """The heads with which ``base`` drafts now, or the name for none."""
+    return heads_that_fit(base) or (OWN_HEADS if can_draft_itself(source.config) else NO_HEADS)
 
 
-def _measured(lesson: Round, options: LearnOptions, in_use: str | None) -> dict[str, dict[str, Any]]:
-    """Choose the tree of the new heads, and measure what they give, and what those give that are in use, each
-    beside plain decoding: the reports of ``medusa benchmark`` by what was measured."""
+def _measured(lesson: Round, options: LearnOptions, in_use: str) -> dict[str, dict[str, Any]]:
+    """Choose the tree of the new heads, and measure what they give, and what is in use, each beside plain
+    decoding: the reports of ``medusa benchmark`` by what was measured."""
     learned = replace(options.model, heads=str(lesson.heads))
     log_console().rule("the tree for this machine")
     tune(
@@ -256,12 +257,10 @@ def _measured(lesson: Round, options: LearnOptions, in_use: str | None) -> dict[
             plot=lesson.directory / "tree.png",
         )
     )
-    compared = {"learned": learned}
-    if in_use is not None:
-        compared["in use"] = replace(options.model, heads=in_use)
+    compared = {"learned": learned, "in use": replace(options.model, heads=in_use)}
     measured = {}
     for name, model in compared.items():
-        log_console().rule(f"the speed of the heads {name}" if name == "in use" else "the speed")
+        log_console().rule("the speed" if name == "learned" else "the speed of what was in use")
         report = lesson.directory / f"{name.replace(' ', '-')}.json"
         benchmark(
             BenchmarkOptions(
@@ -274,7 +273,7 @@ def _measured(lesson: Round, options: LearnOptions, in_use: str | None) -> dict[
                 ),
                 answers=AnswerOptions(max_new_tokens=MEASURED_TOKENS),
                 report=ReportOptions(report),
-                systems=("heads", "default"),
+                systems=("default",) if model.heads == NO_HEADS else ("heads", "default"),
                 max_minutes=MEASURING * (lesson.minutes or LEAST_MINUTES),
                 plot=report.with_suffix(".png"),
             )
@@ -290,11 +289,10 @@ def _speedup(report: dict[str, Any]) -> float:
 
 def _is_better(ways: dict[str, dict[str, Any]]) -> bool:
     """Whether the new heads give the same text faster than plain decoding and than what was in use."""
-    before = _speedup(ways["in use"]) if "in use" in ways else 1.0
     low, _ = ways["learned"]["speedup_interval"]["default"]
     is_sure = low is None or low > 1  # None with one question
     is_exact = ways["learned"]["identical"] is not False
-    return is_sure and is_exact and _speedup(ways["learned"]) >= MIN_GAIN * max(1.0, before)
+    return is_sure and is_exact and _speedup(ways["learned"]) >= MIN_GAIN * max(1.0, _speedup(ways["in use"]))
 
 
 def _version(lesson: Round, options: LearnOptions, report: dict[str, Any]) -> LearnedVersion:
@@ -331,8 +329,7 @@ def _summarise(
         f"{version.num_tokens:,} tokens",
         style="bold",
     )
-    if "in use" in ways:
-        say(f"what was in use: {_speedup(ways['in use']):.2f} times")
+    say(f"what was in use before: {_speedup(ways['in use']):.2f} times")
     if is_better:
         say(f"in use from now on, in {learned.in_use}")
     else:

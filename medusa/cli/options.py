@@ -414,7 +414,8 @@ class ModelOptions:
     heads: str = DEFAULT_HEADS
     """Heads trained on that base: a directory, a hub id as above, or the name of heads that ship; mtp are the
     base's own layers for multi-token prediction. default are the heads that were learned for the base
-    (`medusa learn`), else those that ship, else its own layers; where it has neither, drafts come from suffix matching, as with none."""
+    (`medusa learn`), else those that ship for it, else its own layers; where it has none, drafts come from
+    suffix matching, as with none."""
     trust_remote_code: bool = False
     """Run the code that the base's repository comes with, which can do anything; for models that are not part
     of transformers."""
