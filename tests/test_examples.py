@@ -1,4 +1,5 @@
-"""The commands and the Python of the README, and after them those of each guide, run as they are written.
+"""The commands and the Python of the README and of training, and after them those of each guide, run as they
+are written.
 
 Commands get flags that cut them short. What needs a network, a server, another program or more machines is
 left out, by the words in :data:`ELSEWHERE`.
@@ -17,13 +18,14 @@ import pytest
 from conftest import CHECKOUT, REAL_BASE, needs_kernels
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-GUIDES = ("own-model", "decoding", "serving", "deploy", "hub", "measuring", "recurrent", "joint-training")
+TRAINING = "docs/guides/own-model.md"
+GUIDES = ("decoding", "serving", "deploy", "hub", "measuring", "recurrent", "joint-training")
 PAGES = (*(f"docs/guides/{name}.md" for name in GUIDES), "docs/concepts/trees.md")
 ELSEWHERE = re.compile(
     r"://|Qwen/|vicuna|1_8b|Llama|me/smollm2-heads(@|\")|\b(make|serve|pip|lm_eval|accelerate)\b|convert_hf"
-    r"|torchrun|llama-cpp|medusa check"
+    r"|torchrun|llama-cpp|medusa check|model\.gguf"
 )
-"""The last because it refuses heads that were trained for three steps."""
+"""`medusa check` because it refuses heads that were trained for three steps."""
 SHORTER = r"""
 set -euo pipefail
 medusa() {
@@ -60,20 +62,24 @@ def run(page: str, folder: Path, before: str, names: dict) -> str:
 
 
 @pytest.fixture(scope="module")
-def after_readme(tmp_path_factory) -> tuple[Path, str, dict]:
-    """The folder after the README's examples, and what they set in the shell and in Python."""
+def after_training(tmp_path_factory) -> tuple[Path, str, dict]:
+    """The folder after the examples of the README and of training, and what they set in the shell and in
+    Python."""
     if not REAL_BASE.exists():
         pytest.skip("`make models` fetches the base")
     folder, names = tmp_path_factory.mktemp("place"), {"__name__": "examples"}
     (folder / "models").symlink_to(REAL_BASE.parent)
-    return folder, run("README.md", folder, "", names), names
+    run("README.md", folder, "", names)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return folder, run(TRAINING, folder, "", names), names
 
 
 @pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("page", PAGES)
-def test_the_examples_of_a_page_run_after_those_of_the_readme(page, after_readme, monkeypatch):
-    folder, before, names = after_readme
+def test_the_examples_of_a_page_run_after_those_of_training(page, after_training, monkeypatch):
+    folder, before, names = after_training
     monkeypatch.chdir(folder)
     assert blocks(page, "sh") or blocks(page, "python")
     run(page, folder, before, {**names, "inputs": names["ids"], "base": names["model"].base})

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 from medusa.assets import shipped_heads
 from medusa.base.architecture_check import check_decodable, is_tested
 from medusa.base.gguf_file import GGUFFile, is_gguf, type_name
-from medusa.base.known_models import heads_that_fit
+from medusa.base.known_models import learned_for, shipped_for
 from medusa.base.loading import (
     BaseSource,
     explained_kind,
@@ -79,8 +79,17 @@ def _described_source(name: str, source: BaseSource) -> tuple[dict[str, Any], An
         described["weights"] = describe_weights(source.gguf)
     elif is_held_quantised(source):
         described |= describe_directory(source)
-    heads = heads_that_fit(name)
-    described["shipped_heads"] = "none" if heads is None else f"{heads}, which are used for this base"
+    shipped = shipped_for(name)
+    learned = learned_for(name)
+    version = None if learned is None else learned.version
+    used = "which are used for this base"
+    described["shipped_heads"] = "none" if shipped is None else shipped if version else f"{shipped}, {used}"
+    described["learned_heads"] = (
+        "none: `medusa learn` makes some"
+        if learned is None or version is None
+        else f"version {version.number} of {version.made[:10]}, {version.speedup:.2f} times plain, {used}: "
+        f"{learned.in_use}"
+    )
     try:
         tokenizer = load_tokenizer(source)
     except (OSError, ValueError) as error:

@@ -188,7 +188,8 @@ def _rates(model: MedusaModel) -> tuple[float, float]:
     def seconds(inputs: torch.Tensor, count: int) -> float:
         began = time.monotonic()
         lengths: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count}
-        model.generate(inputs, **lengths, do_sample=False, drafter=PlainDrafter())
+        mask = torch.ones_like(inputs)
+        model.generate(inputs, attention_mask=mask, **lengths, do_sample=False, drafter=PlainDrafter())
         return time.monotonic() - began
 
     seconds(ids, 1)  # what is made once
