@@ -83,7 +83,8 @@ def signature_of(base: str) -> str | None:
     directory = Path(name) if is_here else _cached_directory(name)
     if directory is None or not (directory / CONFIG_NAME).is_file():
         return None
-    return _directory_signature(directory, tuple(map(_state_of, _weight_files(directory))))
+    states = tuple(map(_state_of, _weight_files(directory)))
+    return _directory_signature(directory, states) if states else None
 
 
 def _cached_directory(repository: str) -> Path | None:

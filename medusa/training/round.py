@@ -34,7 +34,13 @@ from medusa.training.config import (
     RunOptions,
     TrainingConfiguration,
 )
-from medusa.training.data.material import HELD_OUT, MOST_HELD_OUT, Material, Row
+from medusa.training.data.material import (
+    LEAST_HELD_OUT,
+    MOST_HELD_OUT,
+    Material,
+    Row,
+    num_held_out,
+)
 
 QUESTIONS = ("demo_prompts", "demo_heldout")
 """The prompts that ship: to learn from, and to measure on."""
@@ -193,17 +199,18 @@ def material_of_prompts(prompts: Path | None) -> Material:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a row cannot be read, or there are less than two.
+        ValueError: a row cannot be read, or there are too few.
     """
     if prompts is None:
         learned, apart = (_prompt_rows(Path(name)) for name in QUESTIONS)
         return Material(learned, apart[:MOST_HELD_OUT])
     rows = _prompt_rows(prompts)
-    if len(rows) < 2:
+    count = min(MOST_HELD_OUT, num_held_out(len(rows)))
+    if len(rows) <= count:
         raise ValueError(
-            f"prompts must hold at least two, one to learn from and one to measure on, got {prompts} with one"
+            f"prompts must hold at least {LEAST_HELD_OUT + 1}, one to learn from and others to measure on, "
+            f"got {len(rows)} in {prompts}"
         )
-    count = min(MOST_HELD_OUT, max(1, round(HELD_OUT * len(rows))))
     # of all parts of the file
     places = {(2 * number + 1) * len(rows) // (2 * count) for number in range(count)}
     learned = [row for place, row in enumerate(rows) if place not in places]

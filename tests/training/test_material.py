@@ -46,8 +46,8 @@ def test_whole_files_are_kept_apart_where_there_are_enough(tmp_path):
 def test_of_few_files_pieces_are_kept_apart(tmp_path):
     (tmp_path / "one.txt").write_text("a line of it\n" * (10 * PIECE // 13))
     made = material_of([str(tmp_path / "one.txt")], has_template=True)
-    assert len(made.texts) == 9 and len(made.held_out) == 1
-    with pytest.raises(ValueError, match="at least two texts of 200 characters"):
+    assert len(made.texts) == 8 and len(made.held_out) == 2
+    with pytest.raises(ValueError, match="at least 3 conversations or pieces of text of 200 characters"):
         short = tmp_path / "short.txt"
         short.write_text("word " * 50)
         material_of([str(short)], has_template=True)

@@ -28,8 +28,8 @@ MOST_CHARACTERS = 2**25
 """Characters that are read of all files together."""
 HELD_OUT = 0.1
 """The part that is kept apart."""
-MOST_HELD_OUT = 24
-"""Questions that are kept apart."""
+LEAST_HELD_OUT, MOST_HELD_OUT = 2, 24
+"""Questions that are kept apart: trees are chosen on a half of the answers and judged on the other."""
 TASKS = (
     "Explain this briefly.",
     "Continue this; write only what follows.",
@@ -66,19 +66,25 @@ def material_of(sources: Sequence[str], has_template: bool, seed: int = 0) -> Ma
         units = [[row] for unit in units for row in unit]
     order = random.Random(seed)
     order.shuffle(units)
-    count = max(1, round(HELD_OUT * len(units)))
+    count = num_held_out(len(units))
     kept_apart = [row for unit in units[:count] for row in unit]
     learned = [row for unit in units[count:] for row in unit]
     if not learned:
         raise ValueError(
-            f"data must hold at least two texts of {SHORTEST} characters, to learn from one and to measure "
-            f"on the other; {', '.join(sources)} hold {len(kept_apart)}"
+            f"data must hold at least {LEAST_HELD_OUT + 1} conversations or pieces of text of {SHORTEST} "
+            f"characters, to learn from one and to measure on the others; {', '.join(sources)} hold "
+            f"{len(kept_apart)}"
         )
     for rows in (learned, kept_apart):
         order.shuffle(rows)
     asked = [_question(row, number, has_template) for number, row in enumerate(learned)]
     held_out = [_question(row, number, has_template) for number, row in enumerate(kept_apart)]
     return Material(asked, held_out[:MOST_HELD_OUT], learned)
+
+
+def num_held_out(count: int) -> int:
+    """How many of ``count`` are kept apart."""
+    return max(LEAST_HELD_OUT, round(HELD_OUT * count))
 
 
 def _units(sources: Iterable[str]) -> Iterator[list[Row]]:
