@@ -21,6 +21,9 @@ TEST_PROCESSES ?= 2
 ROOMS  ?= tests/base tests/decoding tests/drafters tests/engine tests/heads
 
 # pip install --no-compile: half a minute less, since most modules of torch and transformers are never imported.
+# The others are compiled when they are first imported, and must be kept: else each process compiles them anew,
+# ten seconds of its time. Images of Python often forbid it.
+unexport PYTHONDONTWRITEBYTECODE
 export TOKENIZERS_PARALLELISM := false
 
 .DELETE_ON_ERROR:

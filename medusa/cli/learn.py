@@ -51,7 +51,7 @@ from medusa.training.config import BaseOptions
 from medusa.training.data.material import material_of
 from medusa.training.distillation.answering import LocalAnswerer
 from medusa.training.distillation.distill import AnswerFile
-from medusa.training.round import ANSWERING, MAX_NODES, READING, Round, material_of_prompts
+from medusa.training.round import ANSWERING, BYTES, MAX_NODES, MEASURING, READING, Round, material_of_prompts
 from medusa.training.run import job
 
 ENOUGH_TOKENS = 30_000
@@ -63,14 +63,10 @@ ROWS = 32
 """Answers under way at once."""
 MEASURED_QUESTIONS, MEASURED_TOKENS = 8, 96
 """Questions that the closing measurement asks, and the longest answer to each."""
-MEASURING = 0.08
-"""Part of the time for a closing measurement."""
 MIN_GAIN = 1.03
 """How much faster than what was in use heads must be: below is noise."""
 PROBED_TOKENS = 256
 """Tokens of a text on which reading is timed."""
-CHARACTERS = 3
-"""Characters of a token, at least, in most texts."""
 WORTH_STARTING = 1.15
 """Tokens per step, with eight nodes, from which heads of another base are a start."""
 
@@ -95,19 +91,16 @@ def learn(options: LearnOptions) -> list[str]:
     with learned.locked():
         learned.begin(options.base)
         lesson = _round(options, learned, has_template=tokenizer.chat_template is not None)
-        began = time.monotonic() - 60 * lesson.record["minutes_taken"]
-        try:
-            if not lesson.is_answered:
-                _answer(lesson, model, options)
-            del model  # training needs no layers of the base
-            gc.collect()
-            log_console().rule("training")
-            base = BaseOptions(options.base, options.tokenizer, options.trust_remote_code)
-            if not job.train(lesson.configuration(base, options.template)):
-                return []
-            ways = _measured(lesson, options, _in_use(options.base, source))
-        finally:
-            lesson.save(minutes_taken=(time.monotonic() - began) / 60)
+        if not lesson.is_answered:
+            _answer(lesson, model, options)
+        del model  # training needs no layers of the base
+        gc.collect()
+        log_console().rule("training")
+        base = BaseOptions(options.base, options.tokenizer, options.trust_remote_code)
+        if not job.train(lesson.configuration(base, options.template)):
+            return []
+        lesson.save()
+        ways = _measured(lesson, options, _in_use(options.base, source))
         version = _version(lesson, options, ways["learned"])
         is_better = _is_better(ways)
         if is_better:
@@ -152,7 +145,7 @@ def _answer(lesson: Round, model: MedusaModel, options: LearnOptions) -> None:
         f"{answers_a_second:.0f} in {ROWS} answers at once; --minutes says otherwise",
         soft_wrap=True,
     )
-    lesson.keep_texts(CHARACTERS * reads * READING * minutes * 60)
+    lesson.keep_texts(BYTES * reads * READING * minutes * 60)
     kwargs = options.template.template_kwargs
     parts = (
         ("answers to measure on", lesson.held_out, lesson.held_out_answers, [0.0], None),
@@ -172,8 +165,8 @@ def _answer(lesson: Round, model: MedusaModel, options: LearnOptions) -> None:
             )
             if seconds:
                 summarise(report, seconds, output, log)
-    lesson.save(
-        is_answered=True,
+    lesson.end_answers(
+        reads,
         start_from=None if options.fresh else _best_start(lesson, model),
         width=hidden_size(model.base),
         vocabulary=vocab_size(model.base),
@@ -275,7 +268,7 @@ def _measured(lesson: Round, options: LearnOptions, in_use: str) -> dict[str, di
                 answers=AnswerOptions(max_new_tokens=MEASURED_TOKENS),
                 report=ReportOptions(report),
                 systems=("default",) if model.heads == NO_HEADS else ("heads", "default"),
-                max_minutes=MEASURING * (lesson.minutes or LEAST_MINUTES),
+                max_minutes=MEASURING / 3 * (lesson.minutes or LEAST_MINUTES),
                 plot=report.with_suffix(".png"),
             )
         )
@@ -307,7 +300,7 @@ def _version(lesson: Round, options: LearnOptions, report: dict[str, Any]) -> Le
         learned_from=[*options.data] or [str(options.prompts or "the prompts that ship")],
         is_private=is_private,
         num_tokens=int(counts["training labels"]),
-        minutes=round(lesson.record["minutes_taken"], 1),
+        minutes=round(lesson.minutes_taken, 1),
         tokens_per_step=round(report["tokens_per_step_of"]["default"], 3),
         speedup=round(_speedup(report), 3),
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,13 @@ from medusa.training.data.material import (
 
 QUESTIONS = ("demo_prompts", "demo_heldout")
 """The prompts that ship: to learn from, and to measure on."""
-ANSWERING, READING, TRAINING = 0.4, 0.1, 0.35
-"""Parts of the time: for answers, for reading texts and answers once, and for training; the rest is for
-choosing the tree and for measuring."""
+ANSWERING, READING, MEASURING = 0.35, 0.1, 0.2
+"""Parts of the time: for answers, for texts that are read as they are, and for choosing the tree and
+measuring; training has the rest."""
+LEAST_TRAINING = 0.2
+"""The part that training has in any case."""
+BYTES = 4
+"""Bytes of a token, in most texts."""
 MAX_NODES = 16
 """Nodes of the largest tree."""
 NEW_RATE, LATER_RATE = 2e-3, 5e-4
@@ -59,6 +64,7 @@ class Round:
     def __init__(self, directory: Path, record: dict[str, Any]):
         self.directory = directory
         self.record = record
+        self._opened = time.monotonic() - 60 * record["minutes_taken"]
         self.questions = directory / "questions.jsonl"
         self.answers = directory / "answers.jsonl"
         self.held_out = directory / "held_out.jsonl"
@@ -107,7 +113,7 @@ class Round:
 
     def save(self, **values: Any) -> None:
         """Keep ``values``, in plain JSON."""
-        self.record |= values
+        self.record |= values | {"minutes_taken": self.minutes_taken}
         write_json(self.directory / "plan.json", self.record)
 
     @property
@@ -121,8 +127,21 @@ class Round:
         return self.record.get("minutes") or self.record["asked"]["minutes"]
 
     @property
+    def minutes_taken(self) -> float:
+        """What it took until now, with the commands before that were stopped."""
+        return (time.monotonic() - self._opened) / 60
+
+    @property
     def is_answered(self) -> bool:
         return bool(self.record.get("is_answered"))
+
+    def end_answers(self, tokens_a_second: float, **facts: Any) -> None:
+        """Keep what is known of the base once it has answered, and how long training takes: what is left when
+        everything is read once, so many ``tokens_a_second``."""
+        minutes = self.minutes or 0.0
+        num_tokens = sum(path.stat().st_size for path in (self.answers, self.texts)) / BYTES
+        left = (1 - MEASURING) * minutes - self.minutes_taken - num_tokens / tokens_a_second / 60
+        self.save(is_answered=True, training_minutes=max(LEAST_TRAINING * minutes, left), **facts)
 
     def keep_texts(self, num_characters: float) -> None:
         """Leave out texts beyond so many characters; they are shuffled."""
@@ -178,7 +197,7 @@ class Round:
             optimisation=OptimisationOptions(
                 learning_rate=NEW_RATE if start_from is None else LATER_RATE,
                 weight_decay=0.1,
-                max_minutes=TRAINING * (self.minutes or 0.0),
+                max_minutes=record["training_minutes"],
                 precision="bf16" if multiplies_bfloat16() else "fp32",
                 cache_hidden_states=True,
                 cache_dtype="bfloat16",
