@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import partial
 
+from medusa.base.collected_texts import CollectedTexts
 from medusa.base.known_models import signature_of
 from medusa.base.learned_heads import LearnedHeads, learned_home
 from medusa.cli.option_types import HeadsOptions
@@ -70,7 +71,12 @@ def _list(options: HeadsOptions) -> list[str]:
         for learned in everything
         for version in learned.versions
     ]
-    report = Report({"heads": rows, "directory": str(learned_home())})
+    collected = {
+        learned.base: size for learned in everything if (size := CollectedTexts(learned.directory).num_bytes)
+    }
+    report = Report({"heads": rows, "collected": collected, "directory": str(learned_home())})
+    for base, size in collected.items():
+        report.add_line(f"{megabytes(size)} of texts that {base} wrote wait for `medusa learn {base}`")
     if not rows:
         report.add_line(f"nothing was learned yet in {learned_home()}")
     else:

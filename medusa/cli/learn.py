@@ -20,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from medusa.assets import shipped_heads, shipped_names
 from medusa.base.causal_lm import hidden_size, vocab_size
+from medusa.base.collected_texts import CollectedTexts
 from medusa.base.known_models import heads_that_fit, signature_of
 from medusa.base.learned_heads import LearnedHeads, LearnedVersion
 from medusa.base.loading import BaseSource, find_base, load_tokenizer
@@ -101,13 +102,14 @@ def learn(options: LearnOptions) -> list[str]:
             return []
         lesson.save()
         ways = _measured(lesson, options, _in_use(options.base, source))
-        version = _version(lesson, options, ways["learned"])
+        version = _version(lesson, ways["learned"])
         is_better = _is_better(ways)
         if is_better:
             _mark(lesson.heads, version)
         learned.end_round(version, lesson.heads if is_better else None, lesson.answers)
     _summarise(version, ways, is_better, learned)
-    end_with_json(asdict(version) | {"is_in_use": is_better}, options.report.json)
+    values = asdict(version) | {"is_in_use": is_better, "speedup_before": _speedup(ways["in use"])}
+    end_with_json(values, options.report.json)
     if is_better:
         return [answer_command(tokenizer, "--base", options.base), command("heads")]
     more = f"{max(2 * version.minutes, LEAST_MINUTES):.0f}"
@@ -125,8 +127,17 @@ def _round(options: LearnOptions, learned: LearnedHeads, has_template: bool) -> 
         material = material_of(options.data, has_template, seed=number)
     else:
         material = material_of_prompts(options.prompts)
+    collected = list(CollectedTexts(learned.directory).newest_first())
+    material.texts = collected + material.texts
     earlier = [] if options.fresh else learned.answers
-    return Round.begun_in(learned.round, options.asked, number, material, earlier)
+    lesson = Round.begun_in(learned.round, options.asked, number, material, earlier)
+    own_prompts = options.prompts is not None and str(options.prompts) not in shipped_names(".jsonl")
+    sources = [*options.data] or [str(options.prompts or "the prompts that ship")]
+    lesson.save(
+        learned_from=[*sources, *([f"{len(collected)} texts that it wrote"] if collected else [])],
+        is_private=bool(options.data or own_prompts or collected),
+    )
+    return lesson
 
 
 # ------------------------------------------------------------------ answers
@@ -215,6 +226,9 @@ def _best_start(lesson: Round, model: MedusaModel) -> str | None:
         return own if own in candidates else None
     prompts = read_prompts(lesson.held_out_answers)
     rows = answered_prompts(model, prompts, AnswerOptions(max_new_tokens=LONGEST_ANSWER))
+    longest = max(sum(row.is_label) for row in rows)
+    if longest <= max(heads.num_heads for heads in candidates.values()):
+        return None  # no answer tells how deep they guess
     counts = ranked(model, list(candidates.values()), rows, max_rank=8)
     gains = {name: count.held_out_tokens_per_step(8) for name, count in zip(candidates, counts, strict=True)}
     best = max(gains, key=gains.__getitem__)
@@ -289,15 +303,14 @@ def _is_better(ways: dict[str, dict[str, Any]]) -> bool:
     return is_sure and is_exact and _speedup(ways["learned"]) >= MIN_GAIN * max(1.0, _speedup(ways["in use"]))
 
 
-def _version(lesson: Round, options: LearnOptions, report: dict[str, Any]) -> LearnedVersion:
+def _version(lesson: Round, report: dict[str, Any]) -> LearnedVersion:
     provenance = read_json(lesson.heads / PROVENANCE_FILE)
     counts = provenance["data"]
-    own_prompts = options.prompts is not None and str(options.prompts) not in shipped_names(".jsonl")
-    is_private = bool(options.data) or own_prompts or provenance.get("learned", {}).get("is_private", False)
+    is_private = lesson.record["is_private"] or provenance.get("learned", {}).get("is_private", False)
     return LearnedVersion(
         number=lesson.number,
         made=datetime.now(UTC).isoformat(timespec="seconds"),
-        learned_from=[*options.data] or [str(options.prompts or "the prompts that ship")],
+        learned_from=lesson.record["learned_from"],
         is_private=is_private,
         num_tokens=int(counts["training labels"]),
         minutes=round(lesson.minutes_taken, 1),

@@ -20,6 +20,9 @@ from transformers.utils.logging import disable_progress_bar
 import medusa
 from medusa.assets import DEFAULT_HEADS, EMBEDDED_BASE, name_in_reports
 from medusa.base.causal_lm import CausalLM, context_length, end_ids
+from medusa.base.collected_texts import CollectedTexts
+from medusa.base.known_models import signature_of
+from medusa.base.learned_heads import LearnedHeads
 from medusa.base.loading import BaseSource, find_base, is_held_quantised, load_base, load_tokenizer
 from medusa.cli.option_types import AnsweringOptions, CompileOptions
 from medusa.cli.options import (
@@ -294,6 +297,30 @@ def compile_model(options: CompileOptions) -> list[str]:
     log_console().print(f"{text}, {megabytes(num_bytes)}", soft_wrap=True)
     end_with_json({"was_there": was_there, "seconds": seconds, "bytes": num_bytes}, options.report.json)
     return [answer_command(model.tokenizer, *to_argv(options.model))]
+
+
+def collected_texts(model: MedusaModel) -> CollectedTexts:
+    """Where what ``model`` writes is kept for ``medusa learn``.
+
+    Raises:
+        ValueError: the base is known by no files.
+    """
+    name = model.base.name_or_path
+    signature = signature_of(name)
+    if signature is None:
+        raise ValueError(
+            f"learn needs a base with files that tell it from others, got {name!r}; leave --learn out"
+        )
+    learned = LearnedHeads.of_signature(signature)
+    with learned.locked():
+        learned.begin(name)
+    log_console().print(
+        f"answers, each with the end of its prompt, are kept in {learned.directory} for "
+        f"`medusa learn {name}`; `medusa heads forget {name}` removes them",
+        style="dim",
+        soft_wrap=True,
+    )
+    return CollectedTexts(learned.directory, model.tokenizer)
 
 
 def load_prompts(options: PromptOptions, take_all: bool = False) -> list[Prompt]:

@@ -42,6 +42,9 @@ class ReplyOptions:
     """Above 1 discourages repetition."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer, and are not part of it."""
+    learn: bool = False
+    """Keep answers, each with the end of its prompt, for the next `medusa learn BASE`: on this machine, at
+    most 32 MiB. `medusa heads forget BASE` removes them."""
 
     def __post_init__(self) -> None:
         check_above(self, 0, "repetition_penalty")

@@ -40,13 +40,19 @@ class ServeOptions:
 
 def serve(options: ServeOptions) -> list[str]:
     """Serve until SIGINT or SIGTERM."""
-    from medusa.cli.loading import load_model  # which imports torch, as all of these do
+    from medusa.cli.loading import collected_texts, load_model  # which import torch, as all of these do
     from medusa.serving.gate import is_loopback
     from medusa.serving.server import bound_socket, check_certificate, run_server
     from medusa.serving.service import Service
 
     address = options.address
     keys = api_keys(options.access.api_key, os.environ)
+    learns = options.service.learn
+    if learns and len(keys) > 1 and not options.service.learn_from_all:
+        raise ValueError(
+            f"learn with {len(keys)} API keys lets heads that learned from one user's texts guess for the "
+            "others; add --learn-from-all, or leave --learn out"
+        )
     if not is_loopback(address.host) and not keys:
         log_console().print(
             f"warning: listening on {address.host} without --api-key: everyone who reaches this machine "
@@ -65,7 +71,8 @@ def serve(options: ServeOptions) -> list[str]:
         model = load_model(options.model, template=options.template)
         names = options.service.served_model_name or model_names(options.model.base, model.base.name_or_path)
         served = replace(options.service, served_model_name=names)
-        service = Service(model, served, options.template.template_kwargs, num_owners=len(keys))
+        collected = collected_texts(model) if learns else None
+        service = Service(model, served, options.template.template_kwargs, len(keys), collected)
         run_server(service, access, bound, address)
     return []  # its first line said where it answers
 

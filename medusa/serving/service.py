@@ -27,6 +27,7 @@ from medusa.acceptance.grammar import (
 )
 from medusa.acceptance.sampling import OccurrencePenalty
 from medusa.base.causal_lm import end_ids, vocab_size
+from medusa.base.collected_texts import CollectedTexts
 from medusa.base.sampling_advice import SamplingAdvice, sampling_advice
 from medusa.conversations import as_template
 from medusa.decoding.batch import BatchLimits
@@ -107,6 +108,7 @@ class Service:
     Args:
         template_options: default chat template options.
         num_owners: clients with a key of their own, among whom the suffix cache is divided.
+        collected: keeps what is written, for ``medusa learn``.
 
     Raises:
         ValueError: the model has no tokenizer, or its steps cannot be shared.
@@ -118,6 +120,7 @@ class Service:
         options: ServiceOptions,
         template_options: Mapping[str, Any] | None = None,
         num_owners: int = 1,
+        collected: CollectedTexts | None = None,
     ):
         if model.tokenizer is None:
             raise ValueError("a server needs a tokenizer; pass tokenizer= to MedusaModel.from_pretrained")
@@ -149,7 +152,7 @@ class Service:
             few = replace(self.limits, max_rows=PLAIN_ROWS, max_waiting=PLAIN_ROWS, prefix_bytes=0)
             batches[True] = model.continuous_batch(few, plain=True)
         self.metrics = ServerMetrics(batches)
-        self.worker = Worker(batches, self.metrics)
+        self.worker = Worker(batches, self.metrics, collected)
         self._corpora: dict[Hashable, SuffixCorpus] = {}
         if options.suffix_cache_mib:
             self.corpus_of(None)  # refused, if at all, at the start

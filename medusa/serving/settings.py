@@ -46,6 +46,12 @@ class ServiceOptions:
     suffix_cache_mib: int = 0
     """Memory for past questions and answers, in MiB, from which suffix matching drafts: repeated questions
     are answered sooner, with the same text. Each API key has an equal part of its own. 0: none."""
+    learn: bool = False
+    """Keep answers, each with the end of its prompt, for the next `medusa learn BASE`: on this machine, at
+    most 32 MiB. `medusa heads forget BASE` removes them."""
+    learn_from_all: bool = False
+    """The same where several API keys are given: heads that learned from one user's texts guess these for
+    another, who can tell by the time that an answer takes."""
     max_rows: int = 16
     """Answers that decode together."""
     max_waiting: int = 64
@@ -72,6 +78,8 @@ class ServiceOptions:
         check_at_most(self, 1, "top_p", "min_p")
         check_at_most(self, 10, "repeat_penalty")
         check_above(self, 0, "timeout", "repeat_penalty")
+        if self.learn_from_all and not self.learn:
+            raise ValueError("learn_from_all goes with learn; give both")
         if self.plain and self.suffix_cache_mib:
             raise ValueError("plain drafts nothing, and suffix_cache_mib is for drafting; give one of them")
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from medusa.acceptance.grammar import GrammarFailed
 from medusa.acceptance.sampling import TokenLogprobs
+from medusa.base.collected_texts import CollectedTexts
 from medusa.decoding.batch import Batch
 from medusa.decoding.scheduler import QueueFull
 from medusa.decoding.state import DecodeRequest, Row
@@ -95,8 +96,14 @@ class WorkerEnded(RuntimeError):
 class Worker:
     """Runs ``batches``, drafted (False) and perhaps plain (True), on a thread of its own."""
 
-    def __init__(self, batches: Mapping[bool, Batch], metrics: ServerMetrics):
+    def __init__(
+        self,
+        batches: Mapping[bool, Batch],
+        metrics: ServerMetrics,
+        collected: CollectedTexts | None = None,
+    ):
         self.batches = dict(batches)
+        self.collected = collected
         self.metrics = metrics
         self.seconds = dict.fromkeys(self.batches, 0.0)
         self._changed = threading.Condition()
@@ -296,8 +303,20 @@ class Worker:
             answer.finish_reason = reason
             if reason in ("stop", "length"):
                 self._remember(answer.row)
+                if not answer.only_reads:
+                    self._collect(answer.row)
         stop = answer.text.stop_string
         answer.listener(Update(pieces, logprobs, answer.num_tokens, answer.num_steps, reason, stop))
+
+    def _collect(self, row: Row) -> None:
+        """Keep prompt and answer for ``medusa learn``, where that was asked for; answers go on without."""
+        if self.collected is None:
+            return
+        try:
+            self.collected.add(row.prompt, row.tokens)
+        except OSError as error:
+            log.warning("nothing more is kept for `medusa learn`: %s", error)
+            self.collected = None
 
     def _remember(self, row: Row) -> None:
         """Add prompt and answer to what later answers to the same owner are guessed from."""

@@ -144,6 +144,24 @@ def test_the_next_round_begins_as_the_heads_in_use_and_learns_from_earlier_answe
     assert learned.in_use == before and not learned.heads_of(learned.version).with_name("heads-2").exists()
 
 
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_a_finetune_begins_as_the_heads_of_its_origin_where_these_guess_it(
+    place, learned, again, tmp_path, monkeypatch, capsys, is_alike
+):
+    finetune = shutil.copytree(place / "base", tmp_path / "finetune")
+    tensors = load_file(finetune / "model.safetensors")
+    tensors["model.norm.weight"] *= 1.001
+    if not is_alike:  # it counts by three
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(2, dims=0)
+    save_file(tensors, finetune / "model.safetensors", {"format": "pt"})
+    asked = pretend_training(monkeypatch, learned.in_use)
+    pretend_benchmark(monkeypatch, 1.5, 1.0)
+    said = ran(capsys, ["learn", str(finetune), *again[2:]]).err
+    expected = str(learned.in_use) if is_alike else None
+    assert [configuration.heads.start_from for configuration in asked] == [expected]
+    assert f"heads of another base with the same widths, {learned.in_use}, guess" in said
+
+
 @pytest.mark.parametrize(("speedup", "before"), [(2.0, 1.98), (1.02, 1.0), (1.08, 1.0)])
 def test_heads_that_are_not_surely_faster_change_nothing(
     learned, again, monkeypatch, capsys, speedup, before
@@ -176,6 +194,27 @@ def test_a_round_that_was_stopped_goes_on_with_its_options_alone(learned, again,
 def test_two_do_not_learn_for_one_base_at_once(learned, again, capsys):
     with learned.locked():
         assert "is in use by process" in ran(capsys, again, 1).err
+
+
+def test_what_chat_and_generate_wrote_is_learned_from(place, learned, again, monkeypatch, capsys):
+    base = ["--base", str(place / "base"), "--max-new-tokens", "40", "--learn"]
+    said = ran(capsys, ["generate", *base, "A question of some length"]).err
+    assert f"are kept in {learned.directory} for `medusa learn {place / 'base'}`" in said
+    ran(capsys, ["chat", *base, "--prompts", str(place / "questions.jsonl"), "--limit", "2"])
+    assert "wait for `medusa learn" in ran(capsys, ["heads"]).out
+    asked = pretend_training(monkeypatch, learned.in_use)
+    read = []
+
+    def tune(options):
+        read.extend((learned.round / "texts.jsonl").read_text().splitlines())
+
+    monkeypatch.setattr(learn, "tune", tune)
+    pretend_benchmark(monkeypatch, 3.0, 2.0)
+    ran(capsys, again)
+    kept = [json.loads(line)["text"] for line in read]
+    assert len(kept) == 3 and "A question of some length" in kept[-1]
+    assert asked[0].data.data[-1].endswith("texts.jsonl")
+    assert learned.version.learned_from[1] == "3 texts that it wrote" and learned.version.is_private
 
 
 def test_what_is_forgotten_is_gone_and_found_no_more(place, learned, capsys):
