@@ -8,7 +8,7 @@ import hashlib
 from pathlib import Path
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import _CACHED_NO_EXIST, try_to_load_from_cache
 from safetensors import safe_open
 from transformers.utils import CONFIG_NAME
 
@@ -34,9 +34,9 @@ def heads_for(base: str | None) -> str:
     name = None if base is None else heads_that_fit(base)
     if name is None:
         raise ValueError(
-            f"heads={DEFAULT_HEADS!r} means the heads that were learned for the base or ship with it; they "
-            f"ship for {', '.join(shipped_heads())}, got base {base!r}: let it learn some, `medusa learn "
-            "BASE`, or name a heads directory or a hub id"
+            f"heads={DEFAULT_HEADS!r} means the heads that the base has learned (`medusa learn BASE`), or "
+            f"those that ship for it, which exist for {', '.join(shipped_heads())}, got base {base!r}; name "
+            "a heads directory or a hub id"
         )
     return name
 
@@ -93,7 +93,7 @@ def _cached_directory(repository: str) -> Path | None:
     if not looks_like_repository(name):
         return None
     cached = try_to_load_from_cache(name, CONFIG_NAME, revision=revision)
-    return Path(cached).parent if isinstance(cached, str) else None
+    return None if cached in (None, _CACHED_NO_EXIST) else Path(str(cached)).parent
 
 
 def _state_of(path: Path) -> tuple[int, int]:

@@ -18,7 +18,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,8 @@ class LearnedHeads:
     @classmethod
     def all(cls) -> list[LearnedHeads]:
         """Those of every base, in the order of their names."""
-        found = (cls(path.parent) for path in learned_home().glob(f"*/{RECORD}"))
-        return sorted(found, key=lambda each: each.base)
+        stores = (cls(path.parent) for path in learned_home().glob(f"*/{RECORD}"))
+        return sorted(stores, key=lambda store: store.base)
 
     @property
     def base(self) -> str:
@@ -95,14 +95,13 @@ class LearnedHeads:
         Raises:
             ValueError: the record is damaged.
         """
-        names = {field.name for field in fields(LearnedVersion)}
-        listed = self._record().get("versions", [])
-        if not isinstance(listed, list) or any(not isinstance(e, dict) or e.keys() != names for e in listed):
+        try:
+            return [LearnedVersion(**entry) for entry in self._record().get("versions", [])]
+        except TypeError as error:
             raise ValueError(
-                f"{self.directory / RECORD} is damaged: each version must have {', '.join(sorted(names))}; "
-                f"remove {self.directory}, and let the base learn again"
-            )
-        return [LearnedVersion(**entry) for entry in listed]
+                f"{self.directory / RECORD} is damaged ({error}); remove {self.directory}, and let the base "
+                "learn again"
+            ) from error
 
     @property
     def version(self) -> LearnedVersion | None:

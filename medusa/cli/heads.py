@@ -46,14 +46,18 @@ def _learned_for(base: str) -> LearnedHeads:
     if signature is not None and LearnedHeads.of_signature(signature).directory.is_dir():
         return LearnedHeads.of_signature(signature)
     everything = LearnedHeads.all()
-    found = [each for each in everything if base in (each.base, each.directory.name, str(each.directory))]
-    if len(found) == 1:
-        return found[0]
-    names = ", ".join(each.base for each in everything) or "nothing"
+    matching = [
+        learned
+        for learned in everything
+        if base in (learned.base, learned.directory.name, str(learned.directory))
+    ]
+    if len(matching) == 1:
+        return matching[0]
+    names = ", ".join(learned.base for learned in everything) or "nothing"
     raise ValueError(
         f"base must be one for which heads were learned here, got {base!r}; {learned_home()} has {names}"
-        if not found
-        else f"base {base!r} was the name of {len(found)} models; name one by its directory in `medusa heads`"
+        if not matching
+        else f"base {base!r} was the name of {len(matching)} models; name one by its directory in the list"
     )
 
 

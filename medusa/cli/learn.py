@@ -41,8 +41,7 @@ from medusa.console import counted, log_console
 from medusa.drafters.protocol import PlainDrafter
 from medusa.files import read_json, write_json
 from medusa.hardware import use_threads
-from medusa.heads.checkpoint import OWN_HEADS, PROVENANCE_FILE, load_heads
-from medusa.heads.medusa_heads import MedusaHeads
+from medusa.heads.checkpoint import OWN_HEADS, PROVENANCE_FILE, kind_of, load_heads
 from medusa.heads.mtp import can_draft_itself
 from medusa.measurement.comparison import ranked
 from medusa.measurement.report import end_with_json
@@ -216,7 +215,7 @@ def _best_start(lesson: Round, model: MedusaModel) -> str | None:
         fits = heads.config.hidden_size, heads.config.vocab_size
         layers = max(heads.aux_layers, default=0)
         if (
-            isinstance(heads, MedusaHeads)
+            kind_of(heads) == "medusa"
             and checkpoint.adapter is None
             and fits == (hidden_size(model.base), vocab_size(model.base))
             and layers <= config.num_hidden_layers

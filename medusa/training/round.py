@@ -73,17 +73,17 @@ class Round:
         self.heads = directory / "run" / "heads"
 
     @classmethod
-    def stopped_in(cls, directory: Path, asked: Mapping[str, Any]) -> Round | None:
+    def stopped_in(cls, directory: Path, options: Mapping[str, Any]) -> Round | None:
         """The round that was stopped there; None where none was.
 
         Raises:
-            ValueError: it had other options than ``asked``.
+            ValueError: it had other ``options``.
         """
         path = directory / "plan.json"
         if not has_keys(path, "asked", "number", "minutes_taken"):
             return None
         record = read_json(path)
-        changed = differences(record["asked"], asked)
+        changed = differences(record["asked"], options)
         if changed:
             raise ValueError(
                 f"a round of learning was stopped that had other options: {'; '.join(changed)}; give those "
@@ -95,7 +95,7 @@ class Round:
     def begun_in(
         cls,
         directory: Path,
-        asked: Mapping[str, Any],
+        options: Mapping[str, Any],
         number: int,
         material: Material,
         earlier: Sequence[Path] = (),
@@ -103,7 +103,7 @@ class Round:
         """A new round, in place of whatever is there; it learns from the ``earlier`` files of answers too."""
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(mode=0o700)
-        new = cls(directory, {"asked": dict(asked), "number": number, "minutes_taken": 0.0})
+        new = cls(directory, {"asked": dict(options), "number": number, "minutes_taken": 0.0})
         new.record["earlier"] = [str(path) for path in earlier]
         write_rows(new.questions, material.questions)
         write_rows(new.held_out, material.held_out)

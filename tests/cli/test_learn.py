@@ -84,6 +84,7 @@ def learned(place, tmp_path, monkeypatch):
     shutil.copytree(place / "cache", tmp_path / "cache")
     monkeypatch.setattr("medusa.base.learned_heads.cache_home", lambda: tmp_path / "cache")
     monkeypatch.setattr(MedusaModel, "compile", lambda model: 0.0)
+    monkeypatch.setattr(learn, "LONGEST_ANSWER", 32)
     return LearnedHeads.of_signature(signature_of(str(place / "base")))
 
 
@@ -162,7 +163,7 @@ def test_a_finetune_begins_as_the_heads_of_its_origin_where_these_guess_it(
     assert f"heads of another base with the same widths, {learned.in_use}, guess" in said
 
 
-@pytest.mark.parametrize(("speedup", "before"), [(2.0, 1.98), (1.02, 1.0), (1.08, 1.0)])
+@pytest.mark.parametrize(("speedup", "before"), [(2.0, 1.98), (1.08, 1.0)])
 def test_heads_that_are_not_surely_faster_change_nothing(
     learned, again, monkeypatch, capsys, speedup, before
 ):

@@ -77,9 +77,9 @@ def material_of(sources: Sequence[str], has_template: bool, seed: int = 0) -> Ma
         )
     for rows in (learned, kept_apart):
         order.shuffle(rows)
-    asked = [_question(row, number, has_template) for number, row in enumerate(learned)]
+    questions = [_question(row, number, has_template) for number, row in enumerate(learned)]
     held_out = [_question(row, number, has_template) for number, row in enumerate(kept_apart)]
-    return Material(asked, held_out[:MOST_HELD_OUT], learned)
+    return Material(questions, held_out[:MOST_HELD_OUT], learned)
 
 
 def num_held_out(count: int) -> int:
