@@ -131,6 +131,11 @@ class LearnedHeads:
         return int(self._record().get("last_number", 0))
 
     @property
+    def is_private(self) -> bool:
+        """Whether any round learned from something of the user's own, of which its answers tell."""
+        return bool(self._record().get("is_private"))
+
+    @property
     def num_bytes(self) -> int:
         """Room on the disk."""
         return sum(path.stat().st_size for path in self.directory.rglob("*") if path.is_file())
@@ -170,7 +175,8 @@ class LearnedHeads:
                 shutil.copyfile(answers, copy)
         for old in self.answers[:-KEPT_VERSIONS]:
             old.unlink()
-        self._write(record | {"last_number": version.number}, kept)
+        is_private = self.is_private or version.is_private
+        self._write(record | {"last_number": version.number, "is_private": is_private}, kept)
         ended = self.directory / "ended"
         shutil.rmtree(ended, ignore_errors=True)  # of an earlier round, where that was killed here
         os.replace(self.round, ended)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -38,6 +37,7 @@ from medusa.cli.options import (
 )
 from medusa.cli.tune import TuneOptions, tune
 from medusa.console import counted, log_console
+from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import PlainDrafter
 from medusa.files import read_json, write_json
 from medusa.hardware import use_threads
@@ -78,9 +78,7 @@ def learn(options: LearnOptions) -> list[str]:
     use_threads(options.threads)
     source = find_base(options.base, trust_remote_code=options.trust_remote_code)
     tokenizer = load_tokenizer(options.tokenizer or source)
-    model = load_model(
-        options.model, with_heads=False
-    )  # a base of the hub is fetched now, if it was not before
+    model = load_model(options.model, with_heads=False)  # fetched now, if it is the hub's and new
     signature = signature_of(options.base)
     if signature is None:
         raise ValueError(
@@ -95,7 +93,7 @@ def learn(options: LearnOptions) -> list[str]:
             _answer(lesson, model, options)
         del model  # training needs no layers of the base
         gc.collect()
-        log_console().rule("training")
+        log_console().rule("3 of 6: training")
         base = BaseOptions(options.base, options.tokenizer, options.trust_remote_code)
         if not job.train(lesson.configuration(base, options.template)):
             return []
@@ -134,7 +132,7 @@ def _round(options: LearnOptions, learned: LearnedHeads, has_template: bool) -> 
     sources = [*options.data] or [str(options.prompts or "the prompts that ship")]
     lesson.save(
         learned_from=[*sources, *([f"{len(collected)} texts that it wrote"] if collected else [])],
-        is_private=bool(options.data or own_prompts or collected),
+        is_private=bool(options.data or own_prompts or collected or (earlier and learned.is_private)),
     )
     return lesson
 
@@ -158,8 +156,8 @@ def _answer(lesson: Round, model: MedusaModel, options: LearnOptions) -> None:
     lesson.keep_texts(BYTES * reads * READING * minutes * 60)
     kwargs = options.template.template_kwargs
     parts = (
-        ("answers to measure on", lesson.held_out, lesson.held_out_answers, [0.0], None),
-        ("answers", lesson.questions, lesson.answers, [0.0, 0.7], ANSWERING * minutes),
+        ("1 of 6: answers to measure on", lesson.held_out, lesson.held_out_answers, [0.0], None),
+        ("2 of 6: answers", lesson.questions, lesson.answers, [0.0, 0.7], ANSWERING * minutes),
     )
     for title, questions, output, temperatures, limit in parts:
         log.rule(title)
@@ -188,18 +186,22 @@ def _rates(model: MedusaModel) -> tuple[float, float]:
     """Tokens a second that the base reads, and that it writes in :data:`ROWS` answers."""
     ids = torch.arange(PROBED_TOKENS, device=model.device)[None] % vocab_size(model.base)
 
-    def seconds(inputs: torch.Tensor, count: int) -> float:
-        began = time.monotonic()
-        lengths: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count}
-        mask = torch.ones_like(inputs)
-        model.generate(inputs, attention_mask=mask, **lengths, do_sample=False, drafter=PlainDrafter())
-        return time.monotonic() - began
+    def measured(inputs: torch.Tensor, count: int) -> DecodingStatistics:
+        output: Any = model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=count,
+            do_sample=False,
+            drafter=PlainDrafter(),
+            return_dict_in_generate=True,
+        )
+        return output.statistics
 
-    seconds(ids, 1)  # what is made once
-    reading = seconds(ids, 1)
-    rows = ids[:, :16].expand(ROWS, -1).contiguous()
-    step = (seconds(rows, 7) - seconds(rows, 1)) / 6
-    return PROBED_TOKENS / reading, ROWS / max(step, 1e-6)
+    measured(ids, 1)  # what is made once
+    reading = measured(ids, 1).prefill_seconds
+    writing = measured(ids[:, :16].expand(ROWS, -1).contiguous(), 8)
+    written = max(1, writing.num_tokens - ROWS)  # the first tokens are the prefill's
+    return PROBED_TOKENS / reading, written / max(writing.decode_seconds, 1e-6)
 
 
 def _best_start(lesson: Round, model: MedusaModel) -> str | None:
@@ -252,7 +254,7 @@ def _measured(lesson: Round, options: LearnOptions, in_use: str) -> dict[str, di
     """Choose the tree of the new heads, and measure what they give, and what is in use, each beside plain
     decoding: the reports of ``medusa benchmark`` by what was measured."""
     learned = replace(options.model, heads=str(lesson.heads))
-    log_console().rule("the tree for this machine")
+    log_console().rule("4 of 6: the tree for this machine")
     tune(
         TuneOptions(
             model=learned,
@@ -267,7 +269,8 @@ def _measured(lesson: Round, options: LearnOptions, in_use: str) -> dict[str, di
     compared = {"learned": learned, "in use": replace(options.model, heads=in_use)}
     measured = {}
     for name, model in compared.items():
-        log_console().rule("the speed" if name == "learned" else "the speed of what was in use")
+        part = "5 of 6: the speed" if name == "learned" else "6 of 6: the speed of what was in use"
+        log_console().rule(part)
         report = lesson.directory / f"{name.replace(' ', '-')}.json"
         benchmark(
             BenchmarkOptions(

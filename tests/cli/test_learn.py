@@ -138,7 +138,7 @@ def test_the_next_round_begins_as_the_heads_in_use_and_learns_from_earlier_answe
     (configuration,) = asked
     assert configuration.heads.start_from == str(before)
     assert configuration.data.data[0] == str(learned.answers[0])
-    assert learned.version.number == 2 and learned.in_use != before
+    assert learned.version.number == 2 and learned.in_use != before and learned.version.is_private
     answers = [path.read_text() for path in learned.answers]
     assert len(answers) == 2
     ran(capsys, ["heads", "undo", str(place / "base")])
