@@ -22,7 +22,7 @@ from medusa.assets import DEFAULT_HEADS, EMBEDDED_BASE, name_in_reports
 from medusa.base.causal_lm import CausalLM, context_length, end_ids
 from medusa.base.collected_texts import CollectedTexts
 from medusa.base.known_models import signature_of
-from medusa.base.learned_heads import LearnedHeads
+from medusa.base.learned_heads import LearnedHeads, learned_home
 from medusa.base.loading import BaseSource, find_base, is_held_quantised, load_base, load_tokenizer
 from medusa.cli.option_types import AnsweringOptions, CompileOptions
 from medusa.cli.options import (
@@ -135,7 +135,9 @@ def load_model(
     heads = "no heads"
     if model.heads is not None:
         nodes = counted(model.tree.num_nodes, "node")
-        heads = f"{counted(model.heads.num_heads, 'head')}, a tree of {nodes}"
+        is_learned = learned_home() in Path(named or "").parents
+        origin = " that it has learned (`medusa heads`)" if is_learned else ""
+        heads = f"{counted(model.heads.num_heads, 'head')}{origin}, a tree of {nodes}"
         if named == OWN_HEADS:
             heads = f"its own layer for guesses, {model.heads.num_heads} deep, a tree of {nodes}"
     if has_adapter:

@@ -200,6 +200,7 @@ def test_two_do_not_learn_for_one_base_at_once(learned, again, capsys):
 def test_what_chat_and_generate_wrote_is_learned_from(place, learned, again, monkeypatch, capsys):
     base = ["--base", str(place / "base"), "--max-new-tokens", "40", "--learn"]
     said = ran(capsys, ["generate", *base, "A question of some length"]).err
+    assert "4 heads that it has learned (`medusa heads`), a tree of" in said
     assert f"are kept in {learned.directory} for `medusa learn {place / 'base'}`" in said
     ran(capsys, ["chat", *base, "--prompts", str(place / "questions.jsonl"), "--limit", "2"])
     assert "wait for `medusa learn" in ran(capsys, ["heads"]).out
