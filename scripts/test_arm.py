@@ -67,6 +67,9 @@ REQUIREMENTS = ("pytest", "hypothesis", "scipy", "sentencepiece", "setuptools")
 
 def main(arguments: list[str]) -> int:
     """Runs the tests of all levels, or of those that are named; the largest exit status."""
+    if {"-h", "--help"} & {*arguments}:
+        print(__doc__)
+        return 0
     missing = sorted({package for program, package in PROGRAMS.items() if not shutil.which(program)})
     if missing:
         print(f"the tests as on ARM need programs: sudo apt-get install {' '.join(missing)}", file=sys.stderr)
