@@ -227,8 +227,12 @@ class Batch:
         return self._scheduler.max_tokens
 
     def cancel(self, row: Row) -> None:
-        """Drop ``row`` wherever it is; nothing happens if it has ended."""
-        self._scheduler.cancel(row)
+        """Drop ``row`` wherever it is; nothing happens if it has ended. What was read of its prompt is kept
+        for the next request that begins in the same way, such as the next try."""
+        prefill = self._scheduler.cancel(row)
+        if prefill is not None:
+            read = prefill.request.prompts[0][: prefill.prefix.longest]
+            self.prefixes.keep_row(read, prefill.prefix, 0, row.owner)
         row.finish_reason = row.finish_reason or "cancelled"
         self._drop_ended()
 

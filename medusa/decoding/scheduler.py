@@ -183,11 +183,15 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
             raise QueueFull(f"{len(self.waiting)} requests wait already")
         self.waiting.append(row)
 
-    def cancel(self, row: AnyRow) -> None:
-        """Drop ``row`` from the queue, or its prefill; a row that decodes leaves by :meth:`leave`."""
+    def cancel(self, row: AnyRow) -> AnyPrefill | None:
+        """Drop ``row`` from the queue, or its prefill, which is returned; a row that decodes leaves by
+        :meth:`leave`."""
         if row in self.waiting:
             self.waiting.remove(row)
-        self.prefills = [prefill for prefill in self.prefills if row not in prefill.rows]
+        dropped = next((prefill for prefill in self.prefills if row in prefill.rows), None)
+        if dropped is not None:
+            self.drop_prefill(dropped)
+        return dropped
 
     def clear(self) -> None:
         """Drop all rows."""
@@ -275,7 +279,7 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
             self._least_seconds = min(prefill.seconds_per_token, 1.02 * self._least_seconds)
 
     def drop_prefill(self, prefill: AnyPrefill) -> None:
-        """Drop ``prefill``, whose pass has failed."""
+        """Drop ``prefill``, whose pass has failed, or which nobody waits for any more."""
         self.prefills = [other for other in self.prefills if other is not prefill]
 
     @property

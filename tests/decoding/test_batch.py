@@ -16,6 +16,7 @@ from conftest import (
 )
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
+from stateful_models import tiny_stateful_model
 from tiny_chat import chat_base, chat_heads, wide_tree
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import SuppressTokensLogitsProcessor
@@ -327,6 +328,27 @@ def test_a_cancelled_row_is_gone_at_once_wherever_it_was():
     batch.cancel(rows[2])
     assert not batch.is_busy
     assert {row.finish_reason for row in rows} == {"cancelled"}
+
+
+@pytest.mark.parametrize("keeps_state", [False, True])
+def test_what_was_read_for_a_cancelled_row_is_not_read_again_for_the_next_try(keeps_state):
+    model = MedusaModel(tiny_stateful_model("qwen3_next")) if keeps_state else model_of("llama")
+    options = {"max_new_tokens": 6, "do_sample": False}
+    batch = model.continuous_batch(BatchLimits(chunk=4, prefix_bytes=2**20))
+    prompt = [3 + place % 50 for place in range(22)]
+    request = row_of(model, prompt, **options).request
+    first, other, again = (Row(request, owner=owner) for owner in ("me", "you", "me"))
+    batch.add(first)
+    for _ in range(3):
+        batch.step()
+    batch.cancel(first)
+    assert not batch.is_busy and len(batch.prefixes) == 1
+    for row in (other, again):
+        batch.add(row)
+        while batch.is_busy:
+            batch.step()
+    assert (other.num_reused, again.num_reused) == (0, 12)
+    assert other.tokens == again.tokens == alone(model, prompt, options)
 
 
 class Raises(SuppressTokensLogitsProcessor):
