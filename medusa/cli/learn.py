@@ -63,6 +63,8 @@ ROWS = 32
 """Answers under way at once."""
 MEASURED_QUESTIONS, MEASURED_TOKENS = 8, 96
 """Questions that the closing measurement asks, and the longest answer to each."""
+LEAST_MEASURED = 1.0
+"""Minutes of a closing measurement that asks less than these."""
 MIN_GAIN = 1.03
 """How much faster than what was in use heads must be: below is noise."""
 PROBED_TOKENS = 256
@@ -284,7 +286,7 @@ def _measured(lesson: Round, options: LearnOptions, in_use: str) -> dict[str, di
                 answers=AnswerOptions(max_new_tokens=MEASURED_TOKENS),
                 report=ReportOptions(report),
                 systems=("default",) if model.heads == NO_HEADS else ("heads", "default"),
-                max_minutes=MEASURING / 3 * (lesson.minutes or LEAST_MINUTES),
+                max_minutes=max(LEAST_MEASURED, MEASURING / 3 * (lesson.minutes or LEAST_MINUTES)),
                 plot=report.with_suffix(".png"),
             )
         )
@@ -299,10 +301,13 @@ def _speedup(report: dict[str, Any]) -> float:
 
 def _is_better(ways: dict[str, dict[str, Any]]) -> bool:
     """Whether the new heads give the same text faster than plain decoding and than what was in use."""
-    low, _ = ways["learned"]["speedup_interval"]["default"]
-    is_sure = low is None or low > 1  # None with one question
-    is_exact = ways["learned"]["identical"] is not False
-    return is_sure and is_exact and _speedup(ways["learned"]) >= MIN_GAIN * max(1.0, _speedup(ways["in use"]))
+    learned = ways["learned"]
+    low, _ = learned["speedup_interval"]["default"]
+    is_sure = low is not None and low > 1  # None with one question
+    guesses = learned["tokens_per_step_of"]["default"] >= MIN_GAIN  # else it is the machine that was faster
+    is_exact = learned["identical"] is not False
+    is_faster = _speedup(learned) >= MIN_GAIN * max(1.0, _speedup(ways["in use"]))
+    return is_sure and guesses and is_exact and is_faster
 
 
 def _version(lesson: Round, report: dict[str, Any]) -> LearnedVersion:
