@@ -45,7 +45,10 @@ def plot_curve(rounds: Sequence[Mapping[str, Any]], path: Path, title: str) -> N
         ax.axhline(1.0, color=FAINT, linewidth=1, zorder=0)
         for entry in rounds:
             ax.annotate(
-                f"{entry['speedup']:.2f}x", (entry["minutes"], entry["speedup"]), (4, -14), **beside(INK)
+                f"{entry['speedup']:.2f}x",
+                (entry["minutes"], entry["speedup"]),
+                (6, -12),
+                **beside(INK, ha="left"),
             )
         ax.set_xlim(0, max(minutes) * 1.15)
         ax.set_ylim(0.9, None)
