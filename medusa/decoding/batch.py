@@ -231,8 +231,8 @@ class Batch:
         for the next request that begins in the same way, such as the next try."""
         prefill = self._scheduler.cancel(row)
         if prefill is not None:
-            read = prefill.request.prompts[0][: prefill.prefix.longest]
-            self.prefixes.keep_row(read, prefill.prefix, 0, row.owner)
+            beginning = prefill.request.prompts[0][: prefill.prefix.longest]
+            self.prefixes.keep_row(beginning, prefill.prefix, 0, row.owner)
         row.finish_reason = row.finish_reason or "cancelled"
         self._drop_ended()
 
