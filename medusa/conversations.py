@@ -453,6 +453,13 @@ def template_options(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
     return {**({"tools": tools} if tools else {}), **(kwargs or {})}
 
 
+def template_columns(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a row from which :func:`template_options` reads ``options``."""
+    kwargs = {name: value for name, value in options.items() if name != "tools"}
+    tools = options.get("tools")
+    return {**({"tools": tools} if tools else {}), **({"chat_template_kwargs": kwargs} if kwargs else {})}
+
+
 def check_template_kwargs(template_kwargs: Mapping[str, Any]) -> None:
     """Raise ValueError where ``template_kwargs`` would replace the model's chat template or how it is
     rendered."""

@@ -69,6 +69,21 @@ def learned_for(base: str) -> LearnedHeads | None:
     return None if signature is None else LearnedHeads.of_signature(signature)
 
 
+def learning_place(base: str) -> LearnedHeads:
+    """Where what ``base`` learns is kept; perhaps it learned nothing yet.
+
+    Raises:
+        ValueError: no file tells it from other bases.
+    """
+    signature = signature_of(base)
+    if signature is None:
+        raise ValueError(
+            f"base must be a GGUF file, a directory or a hub id with files of weights, got {base!r}; save "
+            "the model into a directory, and name that"
+        )
+    return LearnedHeads.of_signature(signature)
+
+
 def signature_of(base: str) -> str | None:
     """The digest that tells a model from all others, of a directory, a GGUF file, a name that is known here
     or a hub id in the cache; None where it is not here."""

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from functools import partial
 
 from medusa.base.collected_texts import CollectedTexts
-from medusa.base.known_models import signature_of
+from medusa.base.known_models import learned_for
 from medusa.base.learned_heads import LearnedHeads, learned_home
 from medusa.cli.option_types import HeadsOptions
 from medusa.cli.options import command
@@ -42,9 +42,9 @@ def _learned_for(base: str) -> LearnedHeads:
     Raises:
         ValueError: nothing was.
     """
-    signature = signature_of(base)
-    if signature is not None and LearnedHeads.of_signature(signature).directory.is_dir():
-        return LearnedHeads.of_signature(signature)
+    learned = learned_for(base)
+    if learned is not None and learned.directory.is_dir():
+        return learned
     everything = LearnedHeads.all()
     matching = [
         learned
@@ -68,10 +68,9 @@ def _list(options: HeadsOptions) -> list[str]:
             "base": learned.base,
             "directory": str(learned.directory),
             "bytes": learned.num_bytes,
-            "is_in_use": True,
+            "is_in_use": version == learned.version,
         }
         | asdict(version)
-        | {"is_in_use": version == learned.version}
         for learned in everything
         for version in learned.versions
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -20,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from medusa.assets import shipped_heads, shipped_names
 from medusa.base.causal_lm import hidden_size, vocab_size
 from medusa.base.collected_texts import CollectedTexts
-from medusa.base.known_models import heads_that_fit, signature_of
+from medusa.base.known_models import heads_that_fit, learning_place
 from medusa.base.learned_heads import LearnedHeads, LearnedVersion
 from medusa.base.loading import BaseSource, find_base, load_tokenizer
 from medusa.cli.benchmark import BenchmarkOptions, benchmark
@@ -41,6 +42,7 @@ from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import PlainDrafter
 from medusa.files import read_json, write_json
 from medusa.hardware import use_threads
+from medusa.heads.autoregressive_head import Heads
 from medusa.heads.checkpoint import OWN_HEADS, PROVENANCE_FILE, kind_of, load_heads
 from medusa.heads.mtp import can_draft_itself
 from medusa.measurement.comparison import ranked
@@ -81,13 +83,7 @@ def learn(options: LearnOptions) -> list[str]:
     source = find_base(options.base, trust_remote_code=options.trust_remote_code)
     tokenizer = load_tokenizer(options.tokenizer or source)
     model = load_model(options.model, with_heads=False)  # fetched now, if it is the hub's and new
-    signature = signature_of(options.base)
-    if signature is None:
-        raise ValueError(
-            f"base must be a GGUF file, a directory or a hub id with files of weights, got {options.base!r}; "
-            "save the model into a directory, and name that"
-        )
-    learned = LearnedHeads.of_signature(signature)
+    learned = learning_place(options.base)
     with learned.locked():
         learned.begin(options.base)
         lesson = _round(options, learned, has_template=tokenizer.chat_template is not None)
@@ -209,24 +205,13 @@ def _rates(model: MedusaModel) -> tuple[float, float]:
 def _best_start(lesson: Round, model: MedusaModel) -> str | None:
     """The heads to begin with: those of the base, else those of a base with the same widths, such as the one
     that it was made of, which guess its answers well; None for new ones."""
-    config = model.base.config.get_text_config(decoder=True)
     own = heads_that_fit(model.base.name_or_path)
+    if own is not None and _fitting([own], model):
+        return own
     others = [str(each.in_use) for each in LearnedHeads.all() if each.in_use is not None]
-    candidates = {}
-    for name in dict.fromkeys([*([own] if own else []), *others, *shipped_heads()]):
-        checkpoint = load_heads(name)
-        heads = checkpoint.heads
-        fits = heads.config.hidden_size, heads.config.vocab_size
-        layers = max(heads.aux_layers, default=0)
-        if (
-            kind_of(heads) == "medusa"
-            and checkpoint.adapter is None
-            and fits == (hidden_size(model.base), vocab_size(model.base))
-            and layers <= config.num_hidden_layers
-        ):
-            candidates[name] = heads.to(model.device).eval()
-    if own in candidates or not candidates:
-        return own if own in candidates else None
+    candidates = _fitting([*others, *shipped_heads()], model)
+    if not candidates:
+        return None
     prompts = read_prompts(lesson.held_out_answers)
     rows = answered_prompts(model, prompts, AnswerOptions(max_new_tokens=LONGEST_ANSWER))
     longest = max(sum(row.is_label) for row in rows)
@@ -242,6 +227,24 @@ def _best_start(lesson: Round, model: MedusaModel) -> str | None:
         soft_wrap=True,
     )
     return best if is_worth_it else None
+
+
+def _fitting(names: Sequence[str], model: MedusaModel) -> dict[str, Heads]:
+    """Those of the heads called ``names`` that new heads on this base can begin as."""
+    num_layers = model.base.config.get_text_config(decoder=True).num_hidden_layers
+    sizes = hidden_size(model.base), vocab_size(model.base)
+    fitting = {}
+    for name in names:
+        checkpoint = load_heads(name)
+        heads = checkpoint.heads
+        if (
+            kind_of(heads) == "medusa"
+            and checkpoint.adapter is None
+            and (heads.config.hidden_size, heads.config.vocab_size) == sizes
+            and max(heads.aux_layers, default=0) <= num_layers
+        ):
+            fitting[name] = heads.to(model.device).eval()
+    return fitting
 
 
 # ------------------------------------------------------------------ the result

@@ -21,8 +21,8 @@ import medusa
 from medusa.assets import DEFAULT_HEADS, EMBEDDED_BASE, name_in_reports
 from medusa.base.causal_lm import CausalLM, context_length, end_ids
 from medusa.base.collected_texts import CollectedTexts
-from medusa.base.known_models import signature_of
-from medusa.base.learned_heads import LearnedHeads, learned_home
+from medusa.base.known_models import learning_place
+from medusa.base.learned_heads import learned_home
 from medusa.base.loading import BaseSource, find_base, is_held_quantised, load_base, load_tokenizer
 from medusa.cli.option_types import AnsweringOptions, CompileOptions
 from medusa.cli.options import (
@@ -308,12 +308,7 @@ def collected_texts(model: MedusaModel) -> CollectedTexts:
         ValueError: the base is known by no files.
     """
     name = model.base.name_or_path
-    signature = signature_of(name)
-    if signature is None:
-        raise ValueError(
-            f"learn needs a base with files that tell it from others, got {name!r}; leave --learn out"
-        )
-    learned = LearnedHeads.of_signature(signature)
+    learned = learning_place(name)
     with learned.locked():
         learned.begin(name)
     log_console().print(

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from medusa.conversations import template_columns
 from medusa.files import has_keys, read_json, replaced_file, write_json
 from medusa.heads.checkpoint import load_heads
 from medusa.heads.medusa_heads import HeadsConfig
@@ -240,14 +241,11 @@ def _prompt_rows(path: Path) -> list[Row]:
     """The rows of a file of prompts, without the answers that it may hold."""
     rows = []
     for prompt in read_prompts(path):
-        options = dict(prompt.template_options)
-        tools = {"tools": options.pop("tools")} if "tools" in options else {}
-        kwargs = {"chat_template_kwargs": options} if options else {}
         messages = list(prompt.messages)
         turns: Row = {"messages": messages}
         if prompt.later_turns:
             turns = {"turns": [messages[-1]["content"], *prompt.later_turns]}
-        rows.append({**turns, "category": prompt.category, **tools, **kwargs})
+        rows.append({**turns, "category": prompt.category, **template_columns(prompt.template_options)})
     return rows
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from medusa.conversations import template_columns
 from medusa.training.data.reading import FILE_TYPES, Example, read_examples
 
 PIECE = 2400
@@ -161,11 +162,8 @@ def _is_answered(example: Example) -> bool:
 
 
 def _conversation(example: Example) -> Row:
-    options = dict(example.template_options)
-    tools = {"tools": options.pop("tools")} if "tools" in options else {}
-    kwargs = {"chat_template_kwargs": options} if options else {}
     cut = {"finish_reason": "length"} if example.answer_was_cut else {}
-    return {"messages": list(example.messages), **tools, **kwargs, **cut}
+    return {"messages": list(example.messages), **template_columns(example.template_options), **cut}
 
 
 def _question(row: Row, number: int, has_template: bool) -> Row:

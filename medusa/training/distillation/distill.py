@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from medusa.conversations import template_columns
 from medusa.files import read_json, write_json
 from medusa.options import differences
 from medusa.prompts import Prompt
@@ -194,14 +195,11 @@ def distill(
 
 def _row(conversation: Conversation) -> dict[str, Any]:
     category = {} if conversation.category is None else {"category": conversation.category}
-    options = dict(conversation.template_options)
-    tools = options.pop("tools", None)
     return {
         "index": conversation.index,
         **category,
         "messages": conversation.messages,
-        **({"tools": tools} if tools else {}),
-        **({"chat_template_kwargs": options} if options else {}),
+        **template_columns(conversation.template_options),
         "temperature": conversation.temperature,
         "finish_reason": "length" if conversation.was_cut else "stop",
     }
