@@ -39,6 +39,7 @@ ROOMS = (
     "engine",
     "heads",
     "base",
+    "learning",
     "trees",
     "training",
     "measurement",

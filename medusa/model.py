@@ -3,7 +3,10 @@ takes the arguments of ``transformers``' ``generate``."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from medusa.assets import DEFAULT_HEADS
 from medusa.base.architecture_check import check_base, check_is_model
 from medusa.base.causal_lm import CausalLM, lm_head_device, vocab_size
-from medusa.base.known_models import heads_that_fit
+from medusa.base.known_models import heads_that_fit, learning_place
 from medusa.base.loading import BaseSource, find_base, load_base, load_tokenizer
 from medusa.base.profile import BaseProfile
 from medusa.decoding.adaptive import AdaptiveDrafting, DraftCosts
@@ -41,6 +44,7 @@ from medusa.heads.checkpoint import (
 )
 from medusa.heads.mtp import can_draft_itself
 from medusa.hub import HUB_ARGUMENTS
+from medusa.learning.idle_learning import IdleLearning
 from medusa.options import DrafterSettings, Engine, StepKind, check_read_by
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for, for_runtime
@@ -84,6 +88,10 @@ class MedusaModel:
         self.step: StepKind = step
         """How decode steps are run, unless a call says otherwise."""
         self.heads = heads
+        self.learning: IdleLearning | None = None
+        """What :meth:`learn` has started."""
+        self._changing = threading.RLock()  # held while a call takes its heads, its tree and its steps
+        self._running: set[object] = set()  # something for each call from which is learned
         self._all_tuned = self.tuned = tuple(tuned)
         """The tuned trees that this runtime takes (see :func:`medusa.trees.tuned_trees.for_runtime`)."""
         self.refresh()
@@ -105,6 +113,83 @@ class MedusaModel:
         state = EngineState(self.base, self.heads, self.engine)
         steps = Steps(state.engine_base, state.optimized_heads)
         steps.check(self.step)
+        self._take(state, steps)
+
+    def use_heads(self, checkpoint: HeadsCheckpoint) -> None:
+        """Draft with other heads, in their trees, from here on; calls that have begun go on with theirs. The
+        tokens are the same.
+
+        Raises:
+            ValueError: they do not fit the base, or came with an adapter.
+        """
+        self.prepared_heads(checkpoint)()
+
+    def prepared_heads(self, checkpoint: HeadsCheckpoint) -> Callable[[], None]:
+        """The part of :meth:`use_heads` that takes time; the function that it returns does the rest at
+        once."""
+        if checkpoint.adapter is not None:
+            raise ValueError(
+                "the heads came with an adapter, which changes the text of the base; load both by "
+                "from_pretrained"
+            )
+        checkpoint.fit_to(self.base, is_shared=True)
+        if not self._engine_state.is_current():
+            self.refresh()
+        state = self._engine_state.with_heads(checkpoint.heads)
+        steps = self._steps.with_heads(state.optimized_heads)
+        tuned = tuple(checkpoint.tuned)
+        default = CandidateTree.chain(checkpoint.heads.num_heads)
+        if checkpoint.tree is not None:
+            default = checkpoint.tree
+        for tree in (default, *(entry.tree for entry in tuned)):
+            check_tree_fits(tree, checkpoint.heads)
+
+        def take() -> None:
+            with self._changing:
+                self.heads = checkpoint.heads
+                self._default_tree = default
+                self._all_tuned = tuned
+                self._take(state, steps)
+
+        return take
+
+    def learn(self, options: Sequence[str] = ()) -> IdleLearning:
+        """Keep what :meth:`generate` and :meth:`stream` write from here on, on this machine, and have the
+        base learn heads from it in a process of its own while no call runs. Better heads are taken into use
+        between calls; the tokens are the same. ``medusa heads`` lists them.
+
+        Args:
+            options: for ``medusa learn``, such as ``["--tokenizer", name]``.
+
+        Raises:
+            ValueError: the base is in no file by which it would be known again, or has no tokenizer.
+            BlockingIOError: another process learns for it now.
+        """
+        name = self.base.name_or_path
+        if self.tokenizer is None:
+            raise ValueError("learn needs a tokenizer; pass tokenizer= to from_pretrained")
+        learned = learning_place(name)
+        if not learned.base:
+            with learned.locked():
+                learned.begin(name)
+        model = weakref.ref(self)
+
+        def is_busy() -> bool:
+            alive = model()
+            return alive is not None and bool(alive._running)
+
+        def take(directory: Path) -> None:
+            alive = model()
+            if alive is not None:
+                alive.use_heads(load_heads(directory))
+
+        words = [sys.executable, "-m", "medusa", "learn", name, "--collected", *options]
+        self.learning = IdleLearning(learned, self.tokenizer, words, is_busy, take)
+        weakref.finalize(self, self.learning.close)
+        self.learning.start()
+        return self.learning
+
+    def _take(self, state: EngineState, steps: Steps) -> None:
         # Assigned together, after all that can fail: other threads may be in calls.
         self._engine_state = state
         self._steps = steps
@@ -156,6 +241,7 @@ class MedusaModel:
         tokenizer: Any = None,
         engine: Engine = "auto",
         step: StepKind = "auto",
+        learn: bool = False,
         **base_kwargs: Any,
     ) -> MedusaModel:
         """Load a base model and its heads, and the adapter that the heads were trained with, if any.
@@ -175,6 +261,7 @@ class MedusaModel:
             tokenizer: by default the base's own; see :attr:`tokenizer`.
             engine: how the base's layers are executed (see :mod:`medusa.engine`).
             step: how decode steps are run (see :mod:`medusa.decoding.step_plan`).
+            learn: learn heads from what is written: see :meth:`learn`.
             base_kwargs: for ``AutoModelForCausalLM.from_pretrained`` (``dtype``, ``device_map``,
                 ``revision``, ``trust_remote_code``, ...). ``token``, ``cache_dir`` and ``local_files_only``
                 are for the heads too. Without a GPU, and without ``dtype`` or ``device_map``, the base is
@@ -228,6 +315,8 @@ class MedusaModel:
             )
         if source is not None:
             model._tokenizer_source = source
+        if learn:
+            model.learn()
         return model
 
     @property
@@ -469,6 +558,8 @@ class MedusaModel:
         in_float32 = multiplies_in_float32(self.profile.dtype, self.device)
 
         def make_drafter(num_rows: int, has_references: bool) -> tuple[Drafter, AdaptiveDrafting | None]:
+            if self._drafters is not factory:
+                raise ValueError("the model has other heads since this batch was made; make a new batch")
             drafter = factory.make("plain") if plain else factory.default(num_rows, step, has_references)
             return drafter, self._costs.adaptive(drafter, in_float32, step, num_rows)
 
@@ -577,16 +668,17 @@ class MedusaModel:
         """Build the request, the drafter and a batch, and decode. All public calls come through here."""
         request = decode_request(self.base, seed=options.seed, acceptance=options.acceptance, **call)
         request = self._with_references(request, options.prediction, options.corpus)
-        if not self._engine_state.is_current():
-            self.refresh()
-        staleness_check = self._engine_state.staleness_check()
-        step = self.step_for(options.step)
-        drafter = self._drafter(options, request, step)
-        if (options.step or self.step) == "auto" and not self._steps.takes(step, drafter, request):
-            step = "general"
+        with self._changing:
+            if not self._engine_state.is_current():
+                self.refresh()
+            staleness_check = self._engine_state.staleness_check()
+            step = self.step_for(options.step)
             drafter = self._drafter(options, request, step)
-        adaptive = self._adaptive(options, request, step, drafter)
-        plan = self._steps.plan(step, drafter, request)
+            if (options.step or self.step) == "auto" and not self._steps.takes(step, drafter, request):
+                step = "general"
+                drafter = self._drafter(options, request, step)
+            adaptive = self._adaptive(options, request, step, drafter)
+            plan = self._steps.plan(step, drafter, request)
         statistics = DecodingStatistics() if statistics is None else statistics
         statistics.setup_seconds += plan.setup_seconds
         batch = Batch(
@@ -596,7 +688,27 @@ class MedusaModel:
             statistics=statistics,
             static=plan.static,
         )
-        return decode(batch, request, is_streamed)
+        steps = decode(batch, request, is_streamed)
+        return steps if self.learning is None else self._learned_from(request, steps, self.learning)
+
+    def _learned_from(
+        self, request: DecodeRequest, steps: Generator[StepResult, None, None], learning: IdleLearning
+    ) -> Generator[StepResult, None, None]:
+        """``steps``, whose answers are kept to learn from."""
+        answers: list[list[int]] = [[] for _ in request.prompts]
+        call = object()
+        self._running.add(call)
+        learning.pause()
+        try:
+            for result in steps:
+                for answer, new in zip(answers, result.tokens, strict=True):
+                    answer += new
+                yield result
+        finally:
+            steps.close()
+            self._running.discard(call)
+            for prompt, answer in zip(request.prompts, answers, strict=True):
+                learning.add(prompt, answer)
 
     def _joined(
         self, call: dict[str, Any], options: _Options, streamer: BaseStreamer | None

@@ -27,7 +27,7 @@ FLOORS = (
     ("engine",),
     ("heads",),
     ("base",),
-    ("trees",),
+    ("trees", "learning"),
     ("bounded_process", "console", "files", "hardware", "hub", "options", "plots", "prompts", "text_stream"),
     ("conversations", "assets"),
 )

@@ -14,9 +14,9 @@ from transformers.utils import CONFIG_NAME
 
 from medusa.assets import DEFAULT_HEADS, FETCHABLE_FILES, base_named, known_heads, shipped_heads
 from medusa.base.gguf_file import GGUFFile
-from medusa.base.learned_heads import LearnedHeads, learned_home
 from medusa.base.loading import gguf_path
 from medusa.hub import looks_like_repository, split_revision
+from medusa.learning.learned_heads import LearnedHeads, learned_home
 
 F32 = 0
 """The type of tensors in 32 bits."""

@@ -19,8 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from medusa.base.causal_lm import context_length, end_ids, longrope_threshold
-from medusa.base.collected_texts import CollectedTexts
-from medusa.cli.loading import collected_texts, load_for_replies
+from medusa.cli.loading import load_for_replies
 from medusa.cli.option_types import ChatOptions, GenerateOptions
 from medusa.cli.options import command, to_argv
 from medusa.cli.terminal import (
@@ -82,7 +81,7 @@ class ChatSession:
     """Question and answer, with everything said so far as context.
 
     The n-th answer, counted from 0, is sampled with the seed of ``options`` + n. ``drafter`` guesses ahead
-    in place of the one that the model chooses. ``collected`` keeps what was written.
+    in place of the one that the model chooses.
 
     Raises:
         ValueError: the tokenizer has no chat template.
@@ -93,13 +92,11 @@ class ChatSession:
         model: MedusaModel,
         drafter: Drafter | None,
         options: ChatOptions,
-        collected: CollectedTexts | None = None,
     ):
         check_chat_template(model.tokenizer, model.base.name_or_path)
         self.model = model
         self.options = options
         self.drafter = drafter
-        self.collected = collected
         self.answers: list[Reply] = []
         """Statistics of the whole session, resets included."""
         self.messages: list[Message] = []
@@ -165,8 +162,6 @@ class ChatSession:
             if text or ended_by != "interrupt":
                 self.answers.append(Reply(text, ended_by, seconds, statistics))
                 self.messages = [*conversation, {"role": "assistant", "content": text}]
-            if self.collected is not None:
-                self.collected.add(encoded["input_ids"][0].tolist(), tokens)
 
     def _steps(
         self, encoded: dict[str, Any], limit: int, statistics: DecodingStatistics
@@ -228,7 +223,7 @@ def chat(options: ChatOptions) -> list[str]:
         else read_prompts(options.prompts.prompts, options.prompts.limit)
     )
     model, drafter = load_for_replies(options, options.prompts, for_chat=True)
-    session = ChatSession(model, drafter, options, collected_texts(model) if options.replies.learn else None)
+    session = ChatSession(model, drafter, options)
     console = output_console()
     messages = console if console.is_terminal else log_console()
     terminal = ChatTerminal(session, console, options.color_depth, messages)
@@ -423,18 +418,13 @@ def generate(options: GenerateOptions) -> list[str]:
         "prediction": prediction,
     }
     answer = AnswerText(model.tokenizer, options.replies.stop)
-    collected = collected_texts(model) if options.replies.learn else None
-    tokens: list[int] = []
     with closing(model.stream(**arguments, statistics=statistics)) as steps:
         for step in steps:
-            tokens += step.tokens[0]
             sys.stdout.write("".join(piece.text for piece in answer.feed(step.tokens[0], step.depths[0])[1]))
             sys.stdout.flush()
             if answer.is_stopped:
                 break
     sys.stdout.write("".join(piece.text for piece in answer.finish()) + "\n")
-    if collected is not None:
-        collected.add(encoded["input_ids"][0].tolist(), tokens)
     seconds = statistics.prefill_seconds + statistics.decode_seconds
     line = _cost_line(statistics, seconds, plain_seconds=model.plain_step_seconds)
     sys.stdout.flush()  # the answer ends its line before the statistics begin theirs

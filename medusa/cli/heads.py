@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import partial
 
-from medusa.base.collected_texts import CollectedTexts
 from medusa.base.known_models import learned_for
-from medusa.base.learned_heads import LearnedHeads, learned_home
 from medusa.cli.option_types import HeadsOptions
 from medusa.cli.options import command
 from medusa.console import TIMES, Column, log_console, megabytes
+from medusa.learning.collected_texts import CollectedTexts
+from medusa.learning.learned_heads import LearnedHeads, learned_home
 from medusa.measurement.report import Report, end_with_json
 
 

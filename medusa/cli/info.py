@@ -87,8 +87,8 @@ def _described_source(name: str, source: BaseSource) -> tuple[dict[str, Any], An
     described["learned_heads"] = (
         "none: `medusa learn` makes some"
         if learned is None or version is None
-        else f"version {version.number} of {version.made[:10]}, {version.speedup:.2f} times plain, {used}: "
-        f"{learned.in_use}"
+        else f"version {version.number} of {version.made[:10]}, {version.tokens_per_step:.2f} tokens a step, "
+        f"{used}: {learned.in_use}"
     )
     try:
         tokenizer = load_tokenizer(source)

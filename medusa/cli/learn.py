@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from medusa.assets import shipped_heads, shipped_names
-from medusa.base.causal_lm import hidden_size, vocab_size
-from medusa.base.collected_texts import CollectedTexts
-from medusa.base.known_models import heads_that_fit, learning_place
-from medusa.base.learned_heads import LearnedHeads, LearnedVersion
-from medusa.base.loading import BaseSource, find_base, load_tokenizer
+from medusa.assets import shipped_names
+from medusa.base.causal_lm import vocab_size
+from medusa.base.known_models import learning_place
+from medusa.base.loading import find_base, load_tokenizer
 from medusa.cli.benchmark import BenchmarkOptions, benchmark
 from medusa.cli.distill import answer, summarise
+from medusa.cli.learn_collected import learn_collected
 from medusa.cli.loading import answered_prompts, load_model
 from medusa.cli.option_types import LearnOptions
 from medusa.cli.options import (
@@ -36,16 +33,17 @@ from medusa.cli.options import (
     answer_command,
     command,
 )
+from medusa.cli.rounds import MIN_GAIN, best_start, heads_in_use, mark_learned, widths
 from medusa.cli.tune import TuneOptions, tune
 from medusa.console import counted, log_console
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import PlainDrafter
-from medusa.files import read_json, write_json
+from medusa.files import read_json
 from medusa.hardware import use_threads
-from medusa.heads.autoregressive_head import Heads
-from medusa.heads.checkpoint import OWN_HEADS, PROVENANCE_FILE, kind_of, load_heads
-from medusa.heads.mtp import can_draft_itself
-from medusa.measurement.comparison import ranked
+from medusa.heads.calibration import AnsweredTokens
+from medusa.heads.checkpoint import PROVENANCE_FILE
+from medusa.learning.collected_texts import CollectedTexts
+from medusa.learning.learned_heads import LearnedHeads, LearnedVersion
 from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
 from medusa.prompts import read_prompts, with_template_kwargs
@@ -67,16 +65,14 @@ MEASURED_QUESTIONS, MEASURED_TOKENS = 8, 96
 """Questions that the closing measurement asks, and the longest answer to each."""
 LEAST_MEASURED = 1.0
 """Minutes of a closing measurement that asks less than these."""
-MIN_GAIN = 1.03
-"""How much faster than what was in use heads must be: below is noise."""
 PROBED_TOKENS = 256
 """Tokens of a text on which reading is timed."""
-WORTH_STARTING = 1.15
-"""Tokens per step, with eight nodes, from which heads of another base are a start."""
 
 
 def learn(options: LearnOptions) -> list[str]:
     """Answer, train, choose the tree, measure, and take the heads into use where they are better."""
+    if options.collected:
+        return learn_collected(options)
     logging.basicConfig(level=logging.WARNING)
     disable_progress_bar()
     use_threads(options.threads)
@@ -96,11 +92,11 @@ def learn(options: LearnOptions) -> list[str]:
         if not job.train(lesson.configuration(base, options.template)):
             return []
         lesson.save()
-        ways = _measured(lesson, options, _in_use(options.base, source))
+        ways = _measured(lesson, options, heads_in_use(options.base, source))
         version = _version(lesson, ways["learned"])
         is_better = _is_better(ways)
         if is_better:
-            _mark(lesson.heads, version)
+            mark_learned(lesson.heads, version)
         learned.end_round(version, lesson.heads if is_better else None, lesson.answers)
     _summarise(version, ways, is_better, learned)
     values = asdict(version) | {"is_in_use": is_better, "speedup_before": _speedup(ways["in use"])}
@@ -122,7 +118,9 @@ def _round(options: LearnOptions, learned: LearnedHeads, has_template: bool) -> 
         material = material_of(options.data, has_template, seed=number)
     else:
         material = material_of_prompts(options.prompts)
-    collected = list(CollectedTexts(learned.directory).newest_first())
+    texts = CollectedTexts(learned.directory)
+    texts.end_new()
+    collected = list(texts.newest_first())
     material.texts = collected + material.texts
     earlier = [] if options.fresh else learned.answers
     lesson = Round.begun_in(learned.round, options.asked, number, material, earlier)
@@ -171,13 +169,13 @@ def _answer(lesson: Round, model: MedusaModel, options: LearnOptions) -> None:
             )
             if seconds:
                 summarise(report, seconds, output, log)
-    lesson.end_answers(
-        reads,
-        start_from=None if options.fresh else _best_start(lesson, model),
-        width=hidden_size(model.base),
-        vocabulary=vocab_size(model.base),
-        layers=model.base.config.get_text_config(decoder=True).num_hidden_layers,
-    )
+
+    def rows() -> list[AnsweredTokens]:
+        prompts = read_prompts(lesson.held_out_answers)
+        return answered_prompts(model, prompts, AnswerOptions(max_new_tokens=LONGEST_ANSWER))
+
+    start_from = None if options.fresh else best_start(model, rows)
+    lesson.end_answers(reads, start_from=start_from, **widths(model))
 
 
 def _rates(model: MedusaModel) -> tuple[float, float]:
@@ -202,57 +200,7 @@ def _rates(model: MedusaModel) -> tuple[float, float]:
     return PROBED_TOKENS / reading, written / max(writing.decode_seconds, 1e-6)
 
 
-def _best_start(lesson: Round, model: MedusaModel) -> str | None:
-    """The heads to begin with: those of the base, else those of a base with the same widths, such as the one
-    that it was made of, which guess its answers well; None for new ones."""
-    own = heads_that_fit(model.base.name_or_path)
-    if own is not None and _fitting([own], model):
-        return own
-    others = [str(each.in_use) for each in LearnedHeads.all() if each.in_use is not None]
-    candidates = _fitting([*others, *shipped_heads()], model)
-    if not candidates:
-        return None
-    prompts = read_prompts(lesson.held_out_answers)
-    rows = answered_prompts(model, prompts, AnswerOptions(max_new_tokens=LONGEST_ANSWER))
-    longest = max(sum(row.is_label) for row in rows)
-    if longest <= max(heads.num_heads for heads in candidates.values()):
-        return None  # no answer tells how deep they guess
-    counts = ranked(model, list(candidates.values()), rows, max_rank=8)
-    gains = {name: count.held_out_tokens_per_step(8) for name, count in zip(candidates, counts, strict=True)}
-    best = max(gains, key=gains.__getitem__)
-    is_worth_it = gains[best] >= WORTH_STARTING
-    log_console().print(
-        f"heads of another base with the same widths, {best}, guess {gains[best]:.2f} tokens a step here: "
-        f"{'the new ones begin as those' if is_worth_it else 'no start'}",
-        soft_wrap=True,
-    )
-    return best if is_worth_it else None
-
-
-def _fitting(names: Sequence[str], model: MedusaModel) -> dict[str, Heads]:
-    """Those of the heads called ``names`` that new heads on this base can begin as."""
-    num_layers = model.base.config.get_text_config(decoder=True).num_hidden_layers
-    sizes = hidden_size(model.base), vocab_size(model.base)
-    fitting = {}
-    for name in names:
-        checkpoint = load_heads(name)
-        heads = checkpoint.heads
-        if (
-            kind_of(heads) == "medusa"
-            and checkpoint.adapter is None
-            and (heads.config.hidden_size, heads.config.vocab_size) == sizes
-            and max(heads.aux_layers, default=0) <= num_layers
-        ):
-            fitting[name] = heads.to(model.device).eval()
-    return fitting
-
-
 # ------------------------------------------------------------------ the result
-
-
-def _in_use(base: str, source: BaseSource) -> str:
-    """The heads with which ``base`` drafts now, or the name for none."""
-    return heads_that_fit(base) or (OWN_HEADS if can_draft_itself(source.config) else NO_HEADS)
 
 
 def _measured(lesson: Round, options: LearnOptions, in_use: str) -> dict[str, dict[str, Any]]:
@@ -327,12 +275,6 @@ def _version(lesson: Round, report: dict[str, Any]) -> LearnedVersion:
         tokens_per_step=round(report["tokens_per_step_of"]["default"], 3),
         speedup=round(_speedup(report), 3),
     )
-
-
-def _mark(heads: Path, version: LearnedVersion) -> None:
-    """Say in the heads' provenance how they came."""
-    path = heads / PROVENANCE_FILE
-    write_json(path, {**read_json(path), "learned": asdict(version)})
 
 
 def _summarise(

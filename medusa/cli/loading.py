@@ -20,9 +20,6 @@ from transformers.utils.logging import disable_progress_bar
 import medusa
 from medusa.assets import DEFAULT_HEADS, EMBEDDED_BASE, name_in_reports
 from medusa.base.causal_lm import CausalLM, context_length, end_ids
-from medusa.base.collected_texts import CollectedTexts
-from medusa.base.known_models import learning_place
-from medusa.base.learned_heads import learned_home
 from medusa.base.loading import BaseSource, find_base, is_held_quantised, load_base, load_tokenizer
 from medusa.cli.option_types import AnsweringOptions, CompileOptions
 from medusa.cli.options import (
@@ -49,6 +46,7 @@ from medusa.heads.autoregressive_head import Heads
 from medusa.heads.calibration import AnsweredTokens
 from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, check_heads_fit_source, load_heads
 from medusa.heads.mtp import can_draft_itself
+from medusa.learning.learned_heads import learned_home
 from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
 from medusa.options import Dtype, Engine, StepKind, TemplateOptions
@@ -286,6 +284,8 @@ def load_for_replies(
     is_plain = options.replies.plain
     with_heads = not is_plain and (name is None or uses_model_heads(name))
     model = load_model(options.model, with_heads, template, for_chat=for_chat)
+    if options.replies.learn:
+        learn_from_use(model, options.model)
     return model, None if name is None else DrafterFactory(model, options.drafters).make(name)
 
 
@@ -301,23 +301,23 @@ def compile_model(options: CompileOptions) -> list[str]:
     return [answer_command(model.tokenizer, *to_argv(options.model))]
 
 
-def collected_texts(model: MedusaModel) -> CollectedTexts:
-    """Where what ``model`` writes is kept for ``medusa learn``.
+def learn_from_use(model: MedusaModel, options: ModelOptions) -> None:
+    """Have ``model`` learn from what it writes from here on.
 
     Raises:
         ValueError: the base is known by no files.
     """
+    words = [] if options.tokenizer is None else ["--tokenizer", options.tokenizer]
+    words += ["--trust-remote-code"] if options.trust_remote_code else []
+    learning = model.learn(words)
     name = model.base.name_or_path
-    learned = learning_place(name)
-    with learned.locked():
-        learned.begin(name)
     log_console().print(
-        f"answers, each with the end of its prompt, are kept in {learned.directory} for "
-        f"`medusa learn {name}`; `medusa heads forget {name}` removes them",
+        f"answers, each with the end of its prompt, are kept in {learning.learned.directory}, and heads "
+        f"learn from them while nothing is asked; `medusa heads` lists these, `medusa heads forget {name}` "
+        "removes all of it",
         style="dim",
         soft_wrap=True,
     )
-    return CollectedTexts(learned.directory, model.tokenizer)
 
 
 def load_prompts(options: PromptOptions, take_all: bool = False) -> list[Prompt]:

@@ -43,8 +43,8 @@ class ReplyOptions:
     stop: tuple[str, ...] = ()
     """Texts that end an answer, and are not part of it."""
     learn: bool = False
-    """Keep answers, each with the end of its prompt, for the next `medusa learn BASE`: on this machine, at
-    most 32 MiB. `medusa heads forget BASE` removes them."""
+    """Keep answers, each with the end of its prompt, on this machine, at most 32 MiB; and have heads learn
+    from them while nothing is asked. `medusa heads forget BASE` removes all of it."""
 
     def __post_init__(self) -> None:
         check_above(self, 0, "repetition_penalty")
@@ -238,6 +238,10 @@ class LearnOptions:
     prompts: Path | None = None
     """Your own questions, one JSON object a line, with `prompt`, `turns` or `messages`. Without data and
     prompts the base answers those that ship."""
+    collected: bool = False
+    """Learn from nothing but what the base wrote with --learn, as a server with --learn does when it is idle:
+    no questions are asked, it takes as long as there is text, and heads are judged by their tokens per step
+    on the newest answers."""
     tokenizer: str | None = None
     """Tokenizer, as the base is named; none is the base's own."""
     trust_remote_code: bool = False
@@ -254,6 +258,11 @@ class LearnOptions:
         check_at_least(self, 1, "threads")
         if self.data and self.prompts is not None:
             raise ValueError("data and prompts both say what to learn from; give one of them")
+        if self.collected and (self.data or self.prompts is not None or self.minutes is not None):
+            raise ValueError(
+                "collected reads what the base wrote, all of it; leave data, prompts and minutes out, or "
+                "leave collected out: what the base wrote is then read beside them"
+            )
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -261,6 +270,7 @@ class LearnOptions:
         return {
             "data": [*self.data],
             "prompts": None if self.prompts is None else str(self.prompts),
+            "collected": self.collected,
             "minutes": self.minutes,
             "tokenizer": self.tokenizer,
             "template": self.template.template_kwargs,

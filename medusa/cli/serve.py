@@ -40,7 +40,7 @@ class ServeOptions:
 
 def serve(options: ServeOptions) -> list[str]:
     """Serve until SIGINT or SIGTERM."""
-    from medusa.cli.loading import collected_texts, load_model  # which import torch, as all of these do
+    from medusa.cli.loading import learn_from_use, load_model  # which import torch, as all of these do
     from medusa.serving.gate import is_loopback
     from medusa.serving.server import bound_socket, check_certificate, run_server
     from medusa.serving.service import Service
@@ -71,8 +71,9 @@ def serve(options: ServeOptions) -> list[str]:
         model = load_model(options.model, template=options.template)
         names = options.service.served_model_name or model_names(options.model.base, model.base.name_or_path)
         served = replace(options.service, served_model_name=names)
-        collected = collected_texts(model) if learns else None
-        service = Service(model, served, options.template.template_kwargs, len(keys), collected)
+        if learns:
+            learn_from_use(model, options.model)
+        service = Service(model, served, options.template.template_kwargs, len(keys))
         run_server(service, access, bound, address)
     return []  # its first line said where it answers
 

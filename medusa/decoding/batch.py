@@ -236,6 +236,11 @@ class Batch:
         row.finish_reason = row.finish_reason or "cancelled"
         self._drop_ended()
 
+    def go_on_from(self, before: Batch) -> None:
+        """Keep the prefixes of ``before``, an idle batch on the same base with other heads."""
+        if before._runner.keeps_features == self._runner.keeps_features:
+            self.prefixes = before.prefixes
+
     def clear(self) -> None:
         """Drop all rows, and read nothing of their state: for use after any failure."""
         self._scheduler.clear()

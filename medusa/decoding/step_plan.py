@@ -74,6 +74,16 @@ class Steps:
         self._checked: set[str] = set()
         self._lock = threading.Lock()
         self._pass: CompiledPass | None = None
+        self._has_compiled_heads = False
+
+    def with_heads(self, heads: Heads | None) -> Steps:
+        """Steps of the same base with other heads: passes that were compiled are kept, and the heads are
+        compiled now."""
+        steps = Steps(self.base, heads)
+        steps._pass = self._pass
+        if self._pass is not None:
+            steps.compiled_pass()
+        return steps
 
     def check(self, step: str) -> None:
         """Raise ValueError, with the reason, unless steps of this kind run on the base."""
@@ -119,9 +129,11 @@ class Steps:
         """
         with self._lock:
             began = time.perf_counter()
-            if self._pass is None:
-                with library_errors("compiled steps"):
+            with library_errors("compiled steps"):
+                if not self._has_compiled_heads:
                     compile_heads(self.heads, lm_head(self.base))
+                    self._has_compiled_heads = True
+                if self._pass is None:
                     self._pass = CompiledPass(self.base)
             return self._pass, time.perf_counter() - began
 

@@ -87,16 +87,19 @@ class EngineState:
         ValueError: the heads were made for other sizes, or the engine cannot run the base.
     """
 
-    def __init__(self, base: CausalLM, heads: Heads | None, engine: Engine):
+    def __init__(
+        self, base: CausalLM, heads: Heads | None, engine: Engine, engine_base: CausalLM | None = None
+    ):
         self.base = base
         self.heads = heads
         self.engine = engine
         name = resolved_engine(base, engine)
         self._has_kernels = name != "eager"
         self._is_held_once = packed_as(base) is not None
-        has_adapter = bool(getattr(base, "peft_config", None))
-        plain = folded(base) if has_adapter and name != "eager" else base
-        self.engine_base: CausalLM = apply_engine(plain, engine)
+        if engine_base is None:
+            has_adapter = bool(getattr(base, "peft_config", None))
+            engine_base = apply_engine(folded(base) if has_adapter and name != "eager" else base, engine)
+        self.engine_base = engine_base
         """The base model as the engine runs it; ``base`` itself when eager."""
         self.optimized_heads = heads
         """The heads as the engine computes them; ``heads`` itself where it has no quicker way."""
@@ -109,6 +112,10 @@ class EngineState:
         )
         """The runtime: a tuned tree is used only where it was timed on the same one."""
         self._snapshot = Snapshot(*filter(None, (base, heads)))
+
+    def with_heads(self, heads: Heads) -> EngineState:
+        """The same base with other heads."""
+        return EngineState(self.base, heads, self.engine, self.engine_base)
 
     def is_current(self) -> bool:
         """Whether an answer can start; false where the state must be rebuilt first: ``auto`` falls back for

@@ -132,6 +132,10 @@ def create_application(service: Service, access: AccessOptions) -> FastAPI:
         service.check_name(name)
         return service.model_card(service.real_name(name))
 
+    @readable("/v1/heads")
+    async def heads() -> dict[str, Any]:
+        return service.heads_card()
+
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Any:
         return await endpoints.computed(request, TokenizeRequest, service.tokens)

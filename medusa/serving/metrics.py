@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from medusa.decoding.batch import Batch
+from medusa.learning.idle_learning import IdleLearning
 
 PREFIX = "medusa:"
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -17,9 +18,15 @@ SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5,
 class _BatchCollector(Collector):
     """Metrics of the batches, collected on demand."""
 
-    def __init__(self, batches: Mapping[bool, Batch], num_submitted: Callable[[], int]):
+    def __init__(
+        self,
+        batches: Mapping[bool, Batch],
+        num_submitted: Callable[[], int],
+        learning: IdleLearning | None,
+    ):
         self.batches = batches
         self.num_submitted = num_submitted
+        self.learning = learning
 
     def collect(self) -> Iterable[Metric]:
         batches = [*self.batches.values()]
@@ -36,6 +43,14 @@ class _BatchCollector(Collector):
             "kv_cache_usage_perc": ("Part of the cache slots that is allocated", used),
             "prefix_cache_bytes": ("Kept prefixes", sum(batch.prefixes.num_bytes for batch in batches)),
         }
+        if self.learning is not None:
+            report = self.learning.report()
+            version = report["version"] or {"number": 0}
+            gauges |= {
+                "learning_running": ("Whether heads learn now", report["state"] == "learning"),
+                "learning_new_bytes": ("Texts that no round has learned from", report["new_bytes"]),
+                "learned_version": ("The version of learned heads in use; 0: none", version["number"]),
+            }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(PREFIX + name, text, value=float(value))
         counters = {
@@ -51,11 +66,11 @@ class _BatchCollector(Collector):
 class ServerMetrics:
     """The counters of one server."""
 
-    def __init__(self, batches: Mapping[bool, Batch]):
+    def __init__(self, batches: Mapping[bool, Batch], learning: IdleLearning | None = None):
         self.num_submitted: Callable[[], int] = lambda: 0
         """Requests that the batches do not know of yet."""
         self.registry = CollectorRegistry()
-        self.registry.register(_BatchCollector(batches, lambda: self.num_submitted()))
+        self.registry.register(_BatchCollector(batches, lambda: self.num_submitted(), learning))
         self._first = Histogram(
             f"{PREFIX}time_to_first_token_seconds",
             "From a request's arrival to its first token",

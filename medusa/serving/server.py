@@ -112,7 +112,7 @@ def run_server(
                 log.info("the base has no chat template: /v1/completions only, and no chat page")
             SignalledServer(config, service, address.grace).run(sockets=[bound])
         finally:
-            service.worker.close()
+            service.close()
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import re
 import secrets
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -27,13 +28,13 @@ from medusa.acceptance.grammar import (
 )
 from medusa.acceptance.sampling import OccurrencePenalty
 from medusa.base.causal_lm import end_ids, vocab_size
-from medusa.base.collected_texts import CollectedTexts
 from medusa.base.sampling_advice import SamplingAdvice, sampling_advice
 from medusa.conversations import as_template
 from medusa.decoding.batch import BatchLimits
 from medusa.decoding.scheduler import QueueFull
 from medusa.decoding.state import DecodeRequest
 from medusa.drafters.references import SuffixCorpus
+from medusa.heads.checkpoint import load_heads
 from medusa.model import MedusaModel
 from medusa.prompts import in_reasoning
 from medusa.serving.chat_template import BoundedChatTemplate, TemplateLimitError
@@ -59,6 +60,8 @@ from medusa.serving.requests import (
 from medusa.serving.settings import ServiceOptions
 from medusa.serving.worker import Answer, Update, Worker, WorkerEnded
 from medusa.text_stream import AnswerText
+
+log = logging.getLogger("medusa.serving")
 
 RETRY_AFTER = 2
 """Seconds after which a client may ask again when there is no room."""
@@ -108,7 +111,6 @@ class Service:
     Args:
         template_options: default chat template options.
         num_owners: clients with a key of their own, among whom the suffix cache is divided.
-        collected: keeps what is written, for ``medusa learn``.
 
     Raises:
         ValueError: the model has no tokenizer, or its steps cannot be shared.
@@ -120,7 +122,6 @@ class Service:
         options: ServiceOptions,
         template_options: Mapping[str, Any] | None = None,
         num_owners: int = 1,
-        collected: CollectedTexts | None = None,
     ):
         if model.tokenizer is None:
             raise ValueError("a server needs a tokenizer; pass tokenizer= to MedusaModel.from_pretrained")
@@ -151,8 +152,11 @@ class Service:
         if options.allow_plain:
             few = replace(self.limits, max_rows=PLAIN_ROWS, max_waiting=PLAIN_ROWS, prefix_bytes=0)
             batches[True] = model.continuous_batch(few, plain=True)
-        self.metrics = ServerMetrics(batches)
-        self.worker = Worker(batches, self.metrics, collected)
+        self.metrics = ServerMetrics(batches, model.learning)
+        self.worker = Worker(batches, self.metrics, model.learning)
+        if model.learning is not None:
+            model.learning.is_busy = lambda: self.worker.num_active > 0
+            model.learning.on_new_heads = self.use_heads
         self._corpora: dict[Hashable, SuffixCorpus] = {}
         if options.suffix_cache_mib:
             self.corpus_of(None)  # refused, if at all, at the start
@@ -164,6 +168,20 @@ class Service:
         """Decode from here on."""
         self._chat_template.start()
         self.worker.start()
+
+    def use_heads(self, directory: Path) -> None:
+        """Draft with the heads in ``directory`` once no answer is under way; prefixes that were read stay."""
+        take = self.model.prepared_heads(load_heads(directory))
+
+        def change() -> None:
+            take()
+            batch = self.model.continuous_batch(self.limits, plain=self.options.plain)
+            batch.go_on_from(self.worker.batches[False])
+            self.worker.batches[False] = batch
+
+            log.info("heads in use from here on: %s", directory)
+
+        self.worker.when_idle(change)
 
     @property
     def is_ready(self) -> bool:
@@ -662,6 +680,26 @@ class Service:
     def text_of(self, tokens: Sequence[int]) -> str:
         """Control tokens included."""
         return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def heads_card(self) -> dict[str, Any]:
+        """What ``GET /v1/heads`` says: the heads that guess, and what the base has learned here. It names no
+        files."""
+        learning = self.model.learning
+        heads = self.model.heads
+        in_use = None
+        if heads is not None:
+            in_use = {"num_heads": heads.num_heads, "num_nodes": self.model.tree.num_nodes}
+        return {
+            "object": "heads",
+            "in_use": in_use,
+            "learning": None if learning is None else learning.report(),
+        }
+
+    def close(self) -> None:
+        """Decode and learn nothing more."""
+        self.worker.close()
+        if self.model.learning is not None:
+            self.model.learning.close()
 
     def model_card(self, name: str) -> Mapping[str, Any]:
         """The entry of ``GET /v1/models`` under a name."""

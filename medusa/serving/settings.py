@@ -47,8 +47,9 @@ class ServiceOptions:
     """Memory for past questions and answers, in MiB, from which suffix matching drafts: repeated questions
     are answered sooner, with the same text. Each API key has an equal part of its own. 0: none."""
     learn: bool = False
-    """Keep answers, each with the end of its prompt, for the next `medusa learn BASE`: on this machine, at
-    most 32 MiB. `medusa heads forget BASE` removes them."""
+    """Keep answers, each with the end of its prompt, on this machine, at most 32 MiB; and have heads learn
+    from them while nothing is asked: better ones are used from the next request on. `medusa heads forget
+    BASE` removes all of it."""
     learn_from_all: bool = False
     """The same where several API keys are given: heads that learned from one user's texts guess these for
     another, who can tell by the time that an answer takes."""

@@ -12,17 +12,17 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from medusa.acceptance.grammar import GrammarFailed
 from medusa.acceptance.sampling import TokenLogprobs
-from medusa.base.collected_texts import CollectedTexts
 from medusa.decoding.batch import Batch
 from medusa.decoding.scheduler import QueueFull
 from medusa.decoding.state import DecodeRequest, Row
 from medusa.decoding.step import RowOutput
 from medusa.hardware import release_threads
+from medusa.learning.idle_learning import IdleLearning
 from medusa.serving.metrics import ServerMetrics
 from medusa.text_stream import AnswerText, Piece
 
@@ -94,22 +94,24 @@ class WorkerEnded(RuntimeError):
 
 
 class Worker:
-    """Runs ``batches``, drafted (False) and perhaps plain (True), on a thread of its own."""
+    """Runs ``batches``, drafted (False) and perhaps plain (True), on a thread of its own; ``learning`` gets
+    what was written."""
 
     def __init__(
         self,
-        batches: Mapping[bool, Batch],
+        batches: dict[bool, Batch],
         metrics: ServerMetrics,
-        collected: CollectedTexts | None = None,
+        learning: IdleLearning | None = None,
     ):
-        self.batches = dict(batches)
-        self.collected = collected
+        self.batches = batches
+        self.learning = learning
         self.metrics = metrics
         self.seconds = dict.fromkeys(self.batches, 0.0)
         self._changed = threading.Condition()
         self._added: list[Answer] = []
         self._cancelled: list[Answer] = []
         self._active: set[Answer] = set()
+        self._when_idle: list[Callable[[], None]] = []
         self._is_closing = False
         metrics.num_submitted = lambda: len(self._added)
         self._thread = threading.Thread(target=self._run, name="medusa-decoding", daemon=True)
@@ -151,6 +153,14 @@ class Worker:
             for is_plain in self.batches:
                 self.check_room(is_plain, sum(answer.is_plain is is_plain for answer in answers))
             self._added.extend(answers)
+            self._changed.notify()
+        if self.learning is not None:
+            self.learning.pause()
+
+    def when_idle(self, change: Callable[[], None]) -> None:
+        """Have the thread call ``change`` between requests, when no answer is under way."""
+        with self._changed:
+            self._when_idle.append(change)
             self._changed.notify()
 
     def check_room(self, is_plain: bool, num_answers: int) -> None:
@@ -200,6 +210,8 @@ class Worker:
         """Take in submissions and cancellations, waiting while there is nothing to do; false to end."""
         with self._changed:
             while not (self._is_closing or self._added or self._cancelled or self._is_busy):
+                while self._when_idle:
+                    self._when_idle.pop(0)()
                 self._changed.wait()
             added = self._added
             self._added = []
@@ -303,20 +315,10 @@ class Worker:
             answer.finish_reason = reason
             if reason in ("stop", "length"):
                 self._remember(answer.row)
-                if not answer.only_reads:
-                    self._collect(answer.row)
+                if self.learning is not None and not answer.only_reads:
+                    self.learning.add(answer.row.prompt, answer.row.tokens)
         stop = answer.text.stop_string
         answer.listener(Update(pieces, logprobs, answer.num_tokens, answer.num_steps, reason, stop))
-
-    def _collect(self, row: Row) -> None:
-        """Keep prompt and answer for ``medusa learn``, where that was asked for; answers go on without."""
-        if self.collected is None:
-            return
-        try:
-            self.collected.add(row.prompt, row.tokens)
-        except OSError as error:
-            log.warning("nothing more is kept for `medusa learn`: %s", error)
-            self.collected = None
 
     def _remember(self, row: Row) -> None:
         """Add prompt and answer to what later answers to the same owner are guessed from."""

@@ -2,7 +2,8 @@
 
     plan.json                questions and texts were made with these options; how far the round is
     questions.jsonl          what the base is asked, to learn from its answers, and answers.jsonl
-    held_out.jsonl           what it is asked to measure on, and held_out_answers.jsonl
+    held_out.jsonl           what it is asked to measure on, and held_out_answers.jsonl; texts that it
+                             wrote, where nothing is asked
     texts.jsonl              what it reads as it is
     run/                     the training run
 
@@ -175,7 +176,7 @@ class Round:
             )
         else:
             config = load_heads(start_from).heads.config
-        own = (self.answers, self.texts)
+        own = [path for path in (self.answers, self.texts) if path.exists() and path.stat().st_size]
         return TrainingConfiguration(
             base=base,
             heads=HeadOptions(
@@ -188,7 +189,7 @@ class Round:
             data=DataOptions(
                 enable_thinking=template.enable_thinking,
                 chat_template_kwargs=template.chat_template_kwargs,
-                data=[*record["earlier"], *(str(path) for path in own if path.stat().st_size)],
+                data=[*record["earlier"], *map(str, own)],
                 train_on="everything",
                 tokens_per_batch=1024,
                 max_repeated_fraction=0.5,
@@ -198,7 +199,8 @@ class Round:
             optimisation=OptimisationOptions(
                 learning_rate=NEW_RATE if start_from is None else LATER_RATE,
                 weight_decay=0.1,
-                max_minutes=record["training_minutes"],
+                num_epochs=record.get("epochs"),
+                max_minutes=record.get("training_minutes"),
                 precision="bf16" if multiplies_bfloat16() else "fp32",
                 cache_hidden_states=True,
                 cache_dtype="bfloat16",

@@ -5,6 +5,7 @@ import os
 import shutil
 
 import pytest
+from accelerate.state import AcceleratorState
 from conftest import counting_model
 from reported import ran
 from safetensors.torch import load_file, save_file
@@ -12,11 +13,12 @@ from tiny_chat import chat_tokenizer
 
 from medusa import MedusaModel
 from medusa.base.known_models import heads_that_fit, signature_of
-from medusa.base.learned_heads import LearnedHeads
-from medusa.cli import learn
+from medusa.cli import learn, learn_collected
 from medusa.cli.main import main
 from medusa.files import read_json, write_json
 from medusa.heads.checkpoint import load_heads
+from medusa.learning.collected_texts import CollectedTexts
+from medusa.learning.learned_heads import LearnedHeads
 from medusa.prompts import encode_messages
 
 SIZE = 264
@@ -65,11 +67,9 @@ def place(tmp_path_factory):
     chat_tokenizer().save_pretrained(base)
     questions = [{"prompt": f"Question number {number}"} for number in range(40)]
     (folder / "questions.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions))
-    from accelerate.state import AcceleratorState
-
     AcceleratorState._reset_state(True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("medusa.base.learned_heads.cache_home", lambda: folder / "cache")
+        patch.setattr("medusa.learning.learned_heads.cache_home", lambda: folder / "cache")
         patch.setattr(learn, "LONGEST_ANSWER", 64)
         pretend_benchmark(patch, 2.0, 1.1)
         patch.setattr(MedusaModel, "compile", lambda model: 0.0)
@@ -83,7 +83,7 @@ def place(tmp_path_factory):
 def learned(place, tmp_path, monkeypatch):
     """That base with a copy of its cache; words that let it learn again."""
     shutil.copytree(place / "cache", tmp_path / "cache")
-    monkeypatch.setattr("medusa.base.learned_heads.cache_home", lambda: tmp_path / "cache")
+    monkeypatch.setattr("medusa.learning.learned_heads.cache_home", lambda: tmp_path / "cache")
     monkeypatch.setattr(MedusaModel, "compile", lambda model: 0.0)
     monkeypatch.setattr(learn, "LONGEST_ANSWER", 32)
     return LearnedHeads.of_signature(signature_of(str(place / "base")))
@@ -204,7 +204,7 @@ def test_what_chat_and_generate_wrote_is_learned_from(place, learned, again, mon
     base = ["--base", str(place / "base"), "--max-new-tokens", "40", "--learn"]
     said = ran(capsys, ["generate", *base, "A question of some length"]).err
     assert "4 heads that it has learned (`medusa heads`), a tree of" in said
-    assert f"are kept in {learned.directory} for `medusa learn {place / 'base'}`" in said
+    assert f"are kept in {learned.directory}, and heads learn from them while nothing is asked" in said
     ran(capsys, ["chat", *base, "--prompts", str(place / "questions.jsonl"), "--limit", "2"])
     assert "wait for `medusa learn" in ran(capsys, ["heads"]).out
     asked = pretend_training(monkeypatch, learned.in_use)
@@ -282,3 +282,94 @@ def test_words_that_make_no_sense_are_refused(capsys, words, expected):
     with pytest.raises(SystemExit):
         main(words)
     assert expected in " ".join(capsys.readouterr().err.split())
+
+
+# ------------------------------------------------------------------ what was written in use
+
+
+def collect(place, learned, count, start=0):
+    """Answers of the base, which counts, kept as those of use are."""
+    collected = CollectedTexts(learned.directory, chat_tokenizer())
+    for number in range(start, start + count):
+        first = 5 + number % 40
+        question = chat_tokenizer()(f"Question number {number}<|assistant|>")["input_ids"]
+        collected.add(question, range(first, first + 50))
+    return collected
+
+
+@pytest.fixture
+def unlearned(place, tmp_path, monkeypatch):
+    """The base in a cache of its own, in which it has learned nothing."""
+    monkeypatch.setattr("medusa.learning.learned_heads.cache_home", lambda: tmp_path / "cache")
+    monkeypatch.setattr(MedusaModel, "compile", lambda model: 0.0)
+    learned = LearnedHeads.of_signature(signature_of(str(place / "base")))
+    with learned.locked():
+        learned.begin(str(place / "base"))
+    AcceleratorState._reset_state(True)
+    yield learned
+    AcceleratorState._reset_state(True)
+
+
+def test_heads_learn_from_use_and_are_judged_on_the_newest_answers(place, unlearned, capsys):
+    collected = collect(place, unlearned, 40)
+    said = ran(capsys, ["learn", str(place / "base"), "--collected"])
+    report = json.loads(said.out.splitlines()[-1])
+    assert report["is_in_use"] and report["tokens_per_step"] > 1.5 and report["speedup"] is None
+    assert "tokens a step on the newest answers" in said.err and "those of nothing" in said.err
+    assert heads_that_fit(str(place / "base")) == str(unlearned.in_use)
+    assert unlearned.version.is_private and unlearned.version.learned_from == ["34 texts that it wrote"]
+    assert not collected.new_rows() and len([*collected.newest_first()]) == 40, "they are replayed later"
+    assert not unlearned.answers and not unlearned.round.exists()
+    assert "34 texts that it wrote" in " ".join(ran(capsys, ["heads"]).out.split())
+
+
+def test_a_round_of_use_reads_what_is_new_and_as_much_of_before(place, learned, monkeypatch, capsys):
+    collect(place, learned, 30).end_new()
+    collect(place, learned, 30, start=30)
+    monkeypatch.setattr(learn_collected, "LEAST_REPLAYED", 2000)
+    before = learned.in_use
+    asked = pretend_training(monkeypatch, before)
+    read = {}
+
+    def judged(model, heads, in_use, rows):
+        read["texts"] = [json.loads(line) for line in (learned.round / "texts.jsonl").open()]
+        read["held out"] = [json.loads(line)["text"] for line in (learned.round / "held_out.jsonl").open()]
+        read["rows"] = rows
+        return {"value": 2.0, "low": 1.9, "high": 2.1}, {"value": 1.02, "low": 1.01, "high": 1.03}
+
+    monkeypatch.setattr(learn_collected, "_judged", judged)
+    said = ran(capsys, ["learn", str(place / "base"), "--collected"]).err
+    assert "no better, so nothing changes" in said and learned.in_use == before
+    texts = [row["text"] for row in read["texts"] if "text" in row]
+    new = [text for text in texts[:24]]
+    assert all(f"Question number {53 - place}<" in text for place, text in enumerate(new))
+    assert [f"Question number {59 - place}<" in text for place, text in enumerate(read["held out"])] == [
+        True
+    ] * 6
+    assert 24 < len(read["texts"]) < 24 + 45, "and some of before"
+    assert all(sum(row.is_label) == 50 for row in read["rows"]), "it wrote fifty of each"
+    (configuration,) = asked
+    assert configuration.heads.start_from == str(before)
+    assert configuration.optimisation.num_epochs == learn_collected.LATER_EPOCHS
+    assert configuration.optimisation.max_minutes is None
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "is_first", "expected"),
+    [
+        (1.2, 1.1, True, True),
+        (1.05, 1.01, True, False),
+        (1.05, 1.01, False, True),
+        (1.5, 0.99, False, False),
+        (1.02, 1.01, False, False),
+        (1.5, None, True, False),
+    ],
+)
+def test_only_what_is_surely_better_is_used(value, low, is_first, expected):
+    assert learn_collected._is_better({"value": value, "low": low}, is_first) is expected
+
+
+def test_too_few_answers_are_refused_in_words(place, learned, capsys):
+    collect(place, learned, 3)
+    said = ran(capsys, ["learn", str(place / "base"), "--collected"], 1).err
+    assert "collected needs 12 answers or more" in said and "3 are kept" in said

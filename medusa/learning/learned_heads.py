@@ -61,9 +61,9 @@ class LearnedVersion:
     minutes: float
     """How long it took, all in all."""
     tokens_per_step: float
-    """On questions that were kept apart."""
-    speedup: float
-    """Tokens a second there, against plain decoding."""
+    """On questions that were kept apart, or on the newest answers."""
+    speedup: float | None
+    """Tokens a second there, against plain decoding; None where nothing was timed."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class LearnedHeads:
                 shutil.copytree(heads, partial, dirs_exist_ok=True)
             kept = [*kept, version][-KEPT_VERSIONS:]
             record["in_use"] = version.number
-        if answers.stat().st_size:
+        if answers.exists() and answers.stat().st_size:
             with replaced_file(self.directory / f"answers-{version.number}.jsonl") as copy:
                 shutil.copyfile(answers, copy)
         for old in self.answers[:-KEPT_VERSIONS]:

@@ -8,9 +8,9 @@ import torch
 from conftest import tiny_model
 from safetensors.torch import load_file, save_file
 
-from medusa.base import learned_heads
 from medusa.base.known_models import learned_for, signature_of
-from medusa.base.learned_heads import KEPT_VERSIONS, LearnedHeads, LearnedVersion
+from medusa.learning import learned_heads
+from medusa.learning.learned_heads import KEPT_VERSIONS, LearnedHeads, LearnedVersion
 
 VERSION = LearnedVersion(1, "2026-11-29T10:00:00+00:00", ["notes.md"], True, 30_000, 12.5, 2.1, 1.4)
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from tiny_chat import chat_tokenizer
 
-from medusa.base import collected_texts
-from medusa.base.collected_texts import BEFORE, WINDOW, CollectedTexts
+from medusa.learning import collected_texts
+from medusa.learning.collected_texts import BEFORE, WINDOW, CollectedTexts
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def test_the_oldest_go_when_there_are_too_many(collected, monkeypatch):
 
 def test_nobody_else_reads_them_and_a_line_that_was_cut_is_left_out(collected):
     collected.add(tokens("a question of some length"), tokens("answer"))
-    assert collected.newer.stat().st_mode & 0o77 == 0
-    with collected.newer.open("a") as file:
+    assert collected.new.stat().st_mode & 0o77 == 0
+    with collected.new.open("a") as file:
         file.write(json.dumps({"text": "cut"})[:-4])
     assert texts(collected) == ["a question of some lengthanswer"]
 
