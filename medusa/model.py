@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +20,13 @@ from transformers.generation.streamers import BaseStreamer
 from medusa.assets import DEFAULT_HEADS
 from medusa.base.architecture_check import check_base, check_is_model
 from medusa.base.causal_lm import CausalLM, lm_head_device, vocab_size
-from medusa.base.known_models import heads_that_fit, learning_place
+from medusa.base.known_models import digest_of_files, heads_that_fit, learning_place
 from medusa.base.loading import BaseSource, find_base, load_base, load_tokenizer
 from medusa.base.profile import BaseProfile
 from medusa.decoding.adaptive import AdaptiveDrafting, DraftCosts
 from medusa.decoding.batch import Batch, BatchLimits, StepResult, decode
+from medusa.decoding.prefix_cache import PrefixCache
+from medusa.decoding.prefix_store import PrefixStore, prefix_home
 from medusa.decoding.request import check_arguments, decode_request, joined_sequences, with_stop_strings
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
@@ -32,6 +35,7 @@ from medusa.drafters.protocol import Drafter
 from medusa.drafters.references import References, SuffixCorpus, references_of
 from medusa.drafters.registry import MAX_OPTIONAL_NODES, DraftCall, DrafterFactory
 from medusa.engine.engine_state import EngineState
+from medusa.engine.identity import identity_of
 from medusa.engine.loading import PLACING, load_for_engine, load_own_heads
 from medusa.hardware import multiplies_in_float32, release_threads
 from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
@@ -90,6 +94,8 @@ class MedusaModel:
         self.heads = heads
         self.learning: IdleLearning | None = None
         """What :meth:`learn` has started."""
+        self.prefixes: PrefixCache | None = None
+        """What :meth:`keep_prefixes` keeps."""
         self._changing = threading.RLock()  # held while a call takes its heads, its tree and its steps
         self._running: set[object] = set()  # something for each call from which is learned
         self._all_tuned = self.tuned = tuple(tuned)
@@ -188,6 +194,33 @@ class MedusaModel:
         weakref.finalize(self, self.learning.close)
         self.learning.start()
         return self.learning
+
+    def prefix_store(self, max_bytes: int, plain: bool = False) -> PrefixStore | None:
+        """The store on disk of texts that this model has read; None where there can be none: ``max_bytes``
+        is 0, the base is in no files, has an adapter or keeps a state, or the cache cannot be written.
+
+        Args:
+            max_bytes: bytes on the disk, of all models together.
+            plain: for a batch without heads.
+        """
+        files = digest_of_files(self.base.name_or_path) if max_bytes and self.base.name_or_path else None
+        if files is None or self.profile.keeps_state or getattr(self.base, "peft_config", None):
+            return None
+        keeps_features = _reads_features(None if plain else self.heads)
+        identity = identity_of(files, self.engine_base, self.step, keeps_features)
+        try:
+            return PrefixStore(prefix_home() / identity, max_bytes)
+        except OSError as error:
+            warnings.warn(f"prefixes are not stored on disk: {error}", stacklevel=2)
+            return None
+
+    def keep_prefixes(self, max_bytes: int, store: PrefixStore | None = None) -> None:
+        """Keep what general and compiled steps read for calls with one row, in memory and perhaps in
+        ``store``: a call that begins like an earlier one, such as the next turn of a conversation, reads only
+        the rest. The tokens are the same."""
+        self.prefixes = PrefixCache(max_bytes, store)
+        if store is not None:
+            weakref.finalize(self, store.close)
 
     def _take(self, state: EngineState, steps: Steps) -> None:
         # Assigned together, after all that can fail: other threads may be in calls.
@@ -551,7 +584,7 @@ class MedusaModel:
         runner = self._steps.runner_of_many(
             self.step,
             () if heads is None else heads.aux_layers,
-            keeps_features=isinstance(heads, AutoregressiveHead),
+            keeps_features=_reads_features(heads),
         )
         factory = self._drafters
         step: StepKind = "general" if self.step == "auto" else self.step
@@ -688,6 +721,8 @@ class MedusaModel:
             statistics=statistics,
             static=plan.static,
         )
+        if self.prefixes is not None and plan.static is None and request.is_exact:
+            batch.prefixes = self.prefixes
         steps = decode(batch, request, is_streamed)
         return steps if self.learning is None else self._learned_from(request, steps, self.learning)
 
@@ -768,3 +803,8 @@ class MedusaModel:
             return CandidateTree.chain(0 if self.heads is None else self.heads.num_heads)
         check_tree_fits(tree, self.heads)
         return tree
+
+
+def _reads_features(heads: Heads | None) -> bool:
+    """Whether ``heads`` read the base's hidden states of the whole text."""
+    return isinstance(heads, AutoregressiveHead)

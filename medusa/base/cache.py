@@ -18,7 +18,7 @@ Buffers grow in steps as tokens come, never to the model's maximum context.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -262,6 +262,25 @@ class TreeCache(Cache):
                 layer.is_initialized = True
                 layer.set_buffers([entries[row : row + 1, :, :length].clone() for entries in source.entries])
         return copied
+
+    def row_tensors(self, block: slice) -> dict[str, Tensor]:
+        """Copies of the keys, values and features of the first row in the slots ``block``, (1, heads, slots,
+        width) each, by layer and place."""
+        return {
+            f"{index}.{place}": entries[:1, :, block].clone(memory_format=torch.contiguous_format)
+            for index, layer in enumerate(self._kept_layers)
+            for place, entries in enumerate(layer.entries)
+        }
+
+    def load_row(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill this empty cache of one row with what :meth:`row_tensors` gave for all of its slots."""
+        for index, layer in enumerate(self._kept_layers):
+            names = [f"{index}.{place}" for place in (0, 1)]
+            if names[0] in tensors:
+                layer.is_initialized = True
+                layer.set_buffers([tensors[name].to(self.lengths.device) for name in names])
+        length = self.capacity
+        self._set_lengths(self.lengths + length, [length])
 
     def _empty_row(self) -> TreeCache:
         """A new, empty cache of this kind for one row."""

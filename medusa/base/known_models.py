@@ -14,7 +14,7 @@ from transformers.utils import CONFIG_NAME
 
 from medusa.assets import DEFAULT_HEADS, FETCHABLE_FILES, base_named, known_heads, shipped_heads
 from medusa.base.gguf_file import GGUFFile
-from medusa.base.loading import gguf_path
+from medusa.base.loading import gguf_path, is_gguf
 from medusa.hub import looks_like_repository, split_revision
 from medusa.learning.learned_heads import LearnedHeads, learned_home
 
@@ -22,6 +22,10 @@ F32 = 0
 """The type of tensors in 32 bits."""
 READ_BYTES = 2**20
 """Of a file whose tensors are not read one by one."""
+NUM_SAMPLES = 64
+"""Parts of a file that its digest is of."""
+SAMPLE_BYTES = 2**15
+"""Of each of them."""
 
 
 def heads_for(base: str | None) -> str:
@@ -87,19 +91,52 @@ def learning_place(base: str) -> LearnedHeads:
 def signature_of(base: str) -> str | None:
     """The digest that tells a model from all others, of a directory, a GGUF file, a name that is known here
     or a hub id in the cache; None where it is not here."""
+    place = _place_of(base)
+    if place is None:
+        return None
+    if place.is_file():
+        return _file_signature(place, _state_of(place))
+    if not (place / CONFIG_NAME).is_file():
+        return None
+    states = tuple(map(_state_of, _weight_files(place)))
+    return _directory_signature(place, states) if states else None
+
+
+def digest_of_files(base: str) -> str | None:
+    """A digest of the weights' bytes, of samples from all over each file: equal for copies, and other for
+    other quantisations. None where the base is in no files here."""
+    place = _place_of(base)
+    if place is None:
+        return None
+    if place.is_file():
+        files = [part for part in sorted(place.parent.iterdir()) if place == _first_of(part)]
+    else:
+        files = _weight_files(place)
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(str(size).encode())
+        with path.open("rb") as file:
+            for sample in range(NUM_SAMPLES):
+                file.seek(size * sample // NUM_SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest() if files else None
+
+
+def _first_of(path: Path) -> Path:
+    """The first part of the file of which ``path`` is one, or ``path``."""
+    return GGUFFile.first_part(path) if is_gguf(path) else path
+
+
+def _place_of(base: str) -> Path | None:
+    """The GGUF file or the directory of ``base``; None where it is not here."""
     try:
         name = base_named(base)
     except FileNotFoundError:
         return None
     is_here = Path(name).exists()
     path = gguf_path(name, {}) if is_here or ":" in name else None
-    if path is not None:
-        return _file_signature(path, _state_of(path))
-    directory = Path(name) if is_here else _cached_directory(name)
-    if directory is None or not (directory / CONFIG_NAME).is_file():
-        return None
-    states = tuple(map(_state_of, _weight_files(directory)))
-    return _directory_signature(directory, states) if states else None
+    return path or (Path(name) if is_here else _cached_directory(name))
 
 
 def _cached_directory(repository: str) -> Path | None:

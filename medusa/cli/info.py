@@ -34,6 +34,7 @@ from medusa.base.text_part import auto_class, text_part
 from medusa.cli.option_types import InfoOptions
 from medusa.cli.options import answer_command, command
 from medusa.console import counted, megabytes, output_console
+from medusa.decoding.prefix_store import prefix_home, stored_bytes
 from medusa.heads.checkpoint import PROVENANCE_FILE, HeadsCheckpoint, kind_of, load_heads
 from medusa.heads.mtp import num_mtp_layers
 
@@ -89,6 +90,9 @@ def _described_source(name: str, source: BaseSource) -> tuple[dict[str, Any], An
         if learned is None or version is None
         else f"version {version.number} of {version.made[:10]}, {version.tokens_per_step:.2f} tokens a step, "
         f"{used}: {learned.in_use}"
+    )
+    described["stored_prefixes"] = (
+        f"{megabytes(stored_bytes())} of all models in {prefix_home()}; --prefix-store-mib bounds it"
     )
     try:
         tokenizer = load_tokenizer(source)

@@ -35,6 +35,7 @@ from medusa.cli.options import (
 )
 from medusa.console import counted, log_console, megabytes, track
 from medusa.conversations import check_template_kwargs
+from medusa.decoding.batch import BatchLimits
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import DrafterFactory, uses_model_heads
@@ -286,6 +287,9 @@ def load_for_replies(
     model = load_model(options.model, with_heads, template, for_chat=for_chat)
     if options.replies.learn:
         learn_from_use(model, options.model)
+    limits = BatchLimits().in_memory(model.engine_base)
+    store = model.prefix_store(2**20 * options.replies.prefix_store_mib, is_plain)
+    model.keep_prefixes(limits.prefix_bytes, store)
     return model, None if name is None else DrafterFactory(model, options.drafters).make(name)
 
 

@@ -45,9 +45,13 @@ class ReplyOptions:
     learn: bool = False
     """Keep answers, each with the end of its prompt, on this machine, at most 32 MiB; and have heads learn
     from them while nothing is asked. `medusa heads forget BASE` removes all of it."""
+    prefix_store_mib: int = 4096
+    """Keys and values of texts on disk, in MiB, of all models: one of 1,024 tokens and more that was read
+    before is not read again, here or by `medusa serve`. 0: nothing is written."""
 
     def __post_init__(self) -> None:
         check_above(self, 0, "repetition_penalty")
+        check_at_least(self, 0, "prefix_store_mib")
         checked_utf8(self.system or "", "system")
         if "" in self.stop:
             raise ValueError("stop must be texts of one character or more, got ''; leave it out")

@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -202,7 +203,11 @@ class Batch:
     def start(self, request: DecodeRequest) -> list[Row]:
         """Start the rows of ``request`` together, in an empty batch that no other request will join."""
         rows = [Row(request, index=index) for index in range(len(request.lengths))]
-        self._scheduler.start(_Prefill.after(self._runner.new_cache(len(rows)), rows, request))
+        if len(rows) == 1 and self.prefixes.max_bytes:
+            prefix, rows[0].num_reused = self._known_prefix(rows[0].prompt, None)
+        else:
+            prefix = self._runner.new_cache(len(rows))
+        self._scheduler.start(_Prefill.after(prefix, rows, request))
         return rows
 
     @property
@@ -319,7 +324,10 @@ class Batch:
             if shared > length:
                 length = shared
                 source = index
-        if source is not None and state is not None:
+        stored = self.prefixes.stored(ids[:-1], owner, length, partial(self._runner.new_cache, 1))
+        if stored is not None:
+            cache = stored
+        elif source is not None and state is not None:
             cache = state.cache.copy_of_row(source, length)
         elif prefix is not None:
             cache = prefix.copy_of_row(0, length)
@@ -537,6 +545,10 @@ def decode(
                     result.tokens[row.index] = row_output.tokens
                     result.depths[row.index] = row_output.depths
                 yield result
+    except GeneratorExit:  # stopped from outside: what was read serves the next call
+        for row in rows:
+            batch.cancel(row)
+        raise
     finally:
         batch.clear()
         release_threads()  # the next call may come from another thread

@@ -8,10 +8,12 @@ owners: the length of the cached prefix, and the time to answer, would tell othe
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from medusa.base.cache import TreeCache
+from medusa.decoding.prefix_store import BLOCK, PrefixStore
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,15 @@ class _Kept:
 
 class PrefixCache:
     """Prefixes of one base, ``max_bytes`` of keys, values and features at most, of all owners together; 0
-    keeps none. Owners are whatever the caller tells them by."""
+    keeps none. Owners are whatever the caller tells them by. What is kept goes into ``store`` too. Calls may
+    come from any thread."""
 
-    def __init__(self, max_bytes: int):
+    def __init__(self, max_bytes: int, store: PrefixStore | None = None):
         if max_bytes < 0:
             raise ValueError(f"max_bytes must be at least 0, got {max_bytes}")
         self.max_bytes = max_bytes
+        self.store = store
+        self._lock = threading.RLock()
         self.num_cut = 0
         """Texts that were cut to their leading part, or dropped, because they exceed the bound."""
         self._kept: list[_Kept] = []  # the least recently used first
@@ -45,13 +50,21 @@ class PrefixCache:
         """The entry of this owner with the longest common prefix with ``ids``, and its length; counts as a
         use."""
         ids = tuple(ids)
-        shared = [num_shared(each.ids, ids) if each.owner == owner else 0 for each in self._kept]
-        if not any(shared):
-            return None, 0
-        best = shared.index(max(shared))
-        used = self._kept.pop(best)
-        self._kept.append(used)
-        return used.prefix, shared[best]
+        with self._lock:
+            shared = [num_shared(each.ids, ids) if each.owner == owner else 0 for each in self._kept]
+            if not any(shared):
+                return None, 0
+            best = shared.index(max(shared))
+            used = self._kept.pop(best)
+            self._kept.append(used)
+            return used.prefix, shared[best]
+
+    def stored(
+        self, ids: Sequence[int], owner: Hashable, known: int, new_cache: Callable[[], TreeCache]
+    ) -> TreeCache | None:
+        """The longest prefix of ``ids`` in the store, where that is longer by a block than the ``known``
+        tokens that are in memory."""
+        return None if self.store is None else self.store.longest(ids, owner, known + BLOCK, new_cache)
 
     def is_known(self, ids: Sequence[int], owner: Hashable = None) -> bool:
         """Whether something that is kept for this owner begins with ``ids``."""
@@ -72,14 +85,19 @@ class PrefixCache:
     def keep(self, ids: Sequence[int], prefix: TreeCache, owner: Hashable = None) -> None:
         """Keep ``prefix``, the cache of exactly ``ids``; entries that it continues are dropped."""
         ids = tuple(ids)
-        if not ids or prefix.num_bytes > self.max_bytes or self.is_known(ids, owner):
-            return
-        self._kept = [
-            each for each in self._kept if each.owner != owner or num_shared(each.ids, ids) < len(each.ids)
-        ]
-        self._kept.append(_Kept(owner, ids, prefix))
-        while self.num_bytes > self.max_bytes:
-            del self._kept[0]
+        with self._lock:
+            if not ids or prefix.num_bytes > self.max_bytes or self.is_known(ids, owner):
+                return
+            self._kept = [
+                each
+                for each in self._kept
+                if each.owner != owner or num_shared(each.ids, ids) < len(each.ids)
+            ]
+            self._kept.append(_Kept(owner, ids, prefix))
+            while self.num_bytes > self.max_bytes:
+                del self._kept[0]
+        if self.store is not None:
+            self.store.keep(ids, prefix, owner)
 
 
 def num_shared(first: Sequence[int], second: Sequence[int]) -> int:

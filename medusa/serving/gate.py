@@ -7,6 +7,7 @@ own name to the address of this server (DNS rebinding), and then has the same or
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import logging
@@ -114,7 +115,8 @@ class Gate:
             ]
             if not any(known):
                 return RequestError("the API key is missing or wrong", 401, code="invalid_api_key")
-            scope["state"]["owner"] = known.index(True)
+            key = self.access.api_key[known.index(True)]
+            scope["state"]["owner"] = hashlib.sha256(key.encode()).hexdigest()  # the same after a restart
         if self.num_under_way >= MAX_REQUESTS and path not in OPEN_PATHS:
             return overloaded()
         encoding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from medusa.decoding.batch import Batch
+from medusa.decoding.prefix_store import PrefixStore
 from medusa.learning.idle_learning import IdleLearning
 
 PREFIX = "medusa:"
@@ -23,10 +24,12 @@ class _BatchCollector(Collector):
         batches: Mapping[bool, Batch],
         num_submitted: Callable[[], int],
         learning: IdleLearning | None,
+        store: PrefixStore | None,
     ):
         self.batches = batches
         self.num_submitted = num_submitted
         self.learning = learning
+        self.store = store
 
     def collect(self) -> Iterable[Metric]:
         batches = [*self.batches.values()]
@@ -43,6 +46,8 @@ class _BatchCollector(Collector):
             "kv_cache_usage_perc": ("Part of the cache slots that is allocated", used),
             "prefix_cache_bytes": ("Kept prefixes", sum(batch.prefixes.num_bytes for batch in batches)),
         }
+        if self.store is not None:
+            gauges["prefix_store_bytes"] = "Kept prefixes on disk, of all models", self.store.num_bytes
         if self.learning is not None:
             report = self.learning.report()
             version = report["version"] or {"number": 0}
@@ -66,11 +71,16 @@ class _BatchCollector(Collector):
 class ServerMetrics:
     """The counters of one server."""
 
-    def __init__(self, batches: Mapping[bool, Batch], learning: IdleLearning | None = None):
+    def __init__(
+        self,
+        batches: Mapping[bool, Batch],
+        learning: IdleLearning | None = None,
+        store: PrefixStore | None = None,
+    ):
         self.num_submitted: Callable[[], int] = lambda: 0
         """Requests that the batches do not know of yet."""
         self.registry = CollectorRegistry()
-        self.registry.register(_BatchCollector(batches, lambda: self.num_submitted(), learning))
+        self.registry.register(_BatchCollector(batches, lambda: self.num_submitted(), learning, store))
         self._first = Histogram(
             f"{PREFIX}time_to_first_token_seconds",
             "From a request's arrival to its first token",

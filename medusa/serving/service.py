@@ -149,10 +149,14 @@ class Service:
             by_time=options.chunk is None and model.profile.is_on_cpu,
         ).in_memory(model.engine_base, *(_bytes(mib) for mib in (options.cache_mib, options.prefix_mib)))
         batches = {False: model.continuous_batch(self.limits, plain=options.plain)}
+        self.store = None
+        if self.limits.prefix_bytes:
+            self.store = model.prefix_store(2**20 * options.prefix_store_mib, options.plain)
+        batches[False].prefixes.store = self.store
         if options.allow_plain:
             few = replace(self.limits, max_rows=PLAIN_ROWS, max_waiting=PLAIN_ROWS, prefix_bytes=0)
             batches[True] = model.continuous_batch(few, plain=True)
-        self.metrics = ServerMetrics(batches, model.learning)
+        self.metrics = ServerMetrics(batches, model.learning, self.store)
         self.worker = Worker(batches, self.metrics, model.learning)
         if model.learning is not None:
             model.learning.is_busy = lambda: self.worker.num_active > 0
@@ -698,6 +702,8 @@ class Service:
     def close(self) -> None:
         """Decode and learn nothing more."""
         self.worker.close()
+        if self.store is not None:
+            self.store.close()
         if self.model.learning is not None:
             self.model.learning.close()
 

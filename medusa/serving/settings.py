@@ -63,6 +63,9 @@ class ServiceOptions:
     prefix_mib: int | None = None
     """Key-value cache of texts that have ended, in MiB: a conversation's next turn does not read them again.
     None is an eighth of that memory, or 32,768 tokens where these take less."""
+    prefix_store_mib: int = 4096
+    """The same on disk, in MiB, of all models: a prompt of 1,024 tokens and more that was read before is not
+    read again after a restart. 0: nothing is written."""
     chunk: int | None = None
     """Prompt tokens that are read between two steps of the running answers; none: 64 on a CPU,
     fewer where they take longer because many others precede them, else 256."""
@@ -73,7 +76,7 @@ class ServiceOptions:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_rows", "cache_mib", "chunk", "max_new_tokens")
-        check_at_least(self, 0, "suffix_cache_mib", "max_waiting", "prefix_mib")
+        check_at_least(self, 0, "suffix_cache_mib", "max_waiting", "prefix_mib", "prefix_store_mib")
         check_at_least(self, 0, "temperature", "top_p", "top_k", "min_p")
         check_at_most(self, 2, "temperature")
         check_at_most(self, 1, "top_p", "min_p")
