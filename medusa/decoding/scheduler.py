@@ -51,6 +51,9 @@ class SchedulerLimits:
     """Whether a token of a prompt counts by the time that it takes: behind thousands of others it takes
     several times as long, and all others wait for it. That makes no chunk smaller than
     :data:`LEAST_CHUNK`."""
+    chunk_seconds: float = math.inf
+    """Longest time of a call's prefill, by what tokens took before, for who comes meanwhile; it makes no
+    chunk smaller than :data:`LEAST_CHUNK`. For ``by_time``."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_rows", "max_slots", "chunk")
@@ -138,7 +141,8 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
         prompts overtake one, and the last lacks least."""
         self.running: list[AnyRow] = []
         """The rows that decode, in any order."""
-        self._budget = 0  # what is left of `chunk` in this call
+        self._budget = 0  # what is left of the budget of this call
+        self._whole_budget = limits.chunk
         self._has_read = False  # whether the last call was prefill
         self._least_seconds = math.inf  # of a token of a prompt
         self._num_joined = 0
@@ -204,7 +208,7 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
     def begin_call(self) -> Phase | None:
         """The phase of this call; None where there is nothing to do. Where prefill and decode are both due,
         they alternate."""
-        self._budget = self.limits.chunk
+        self._budget = self._whole_budget = self._budget_of_call()
         has_prompts = bool(self.waiting or self.prefills)
         self._has_read = has_prompts and not (self.running and self._has_read)
         if self._has_read:
@@ -282,19 +286,28 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
         """Drop ``prefill``, whose pass has failed, or which nobody waits for any more."""
         self.prefills = [other for other in self.prefills if other is not prefill]
 
+    def _budget_of_call(self) -> int:
+        """Tokens, or the time of so many of the cheapest ones."""
+        limits = self.limits
+        if not limits.by_time or self._least_seconds == math.inf:
+            return limits.chunk
+        return round(min(limits.chunk, max(LEAST_CHUNK, limits.chunk_seconds / self._least_seconds)))
+
     @property
     def _reserved(self) -> int:
         """The part of the budget that is the oldest prompt's."""
-        budget = self.limits.chunk
+        budget = self._whole_budget
         return max(1, budget // 4) if self.limits.by_time else budget - budget // 2
 
     def _price(self, prefill: AnyPrefill) -> float:
         """The time of a token of ``prefill``, in those of the cheapest token of a prompt so far; 1 where the
-        budget counts tokens, or no other row is in prefill or decodes."""
-        is_alone = not self.running and len(self.prefills) == 1
-        if is_alone or not self.limits.by_time or not prefill.seconds_per_token:
+        budget counts tokens. Where no other row is in prefill or decodes, as many are read as there is time
+        for."""
+        if not self.limits.by_time or not prefill.seconds_per_token:
             return 1.0
-        return max(1.0, prefill.seconds_per_token / self._least_seconds)
+        is_alone = not self.running and len(self.prefills) == 1
+        cheapest = self.limits.chunk_seconds / self._budget if is_alone else self._least_seconds
+        return max(1.0, prefill.seconds_per_token / cheapest)
 
     def _affordable(self, share: int, price: float) -> int:
         """How many tokens at ``price`` may be read for ``share`` of the budget."""

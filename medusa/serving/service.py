@@ -79,6 +79,8 @@ SAY = ({"role": "user", "content": "a question"},)
 CPU_CHUNK = 64
 """Prompt tokens at a time on a CPU: there a token costs no more in a short chunk than in a long one, and
 running answers wait for the whole of it."""
+CHUNK_SECONDS = 0.25
+"""The longest time of a part of a prompt: a request that comes meanwhile waits for it."""
 PLAIN_SAMPLING = SamplingAdvice(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
 """The distribution as it is, which clients of OpenAI's protocol expect."""
 PLAIN_ROWS = 4
@@ -147,6 +149,7 @@ class Service:
             max_waiting=options.max_waiting,
             chunk=options.chunk or (CPU_CHUNK if model.profile.is_on_cpu else BatchLimits.chunk),
             by_time=options.chunk is None and model.profile.is_on_cpu,
+            chunk_seconds=CHUNK_SECONDS,
         ).in_memory(model.engine_base, *(_bytes(mib) for mib in (options.cache_mib, options.prefix_mib)))
         batches = {False: model.continuous_batch(self.limits, plain=options.plain)}
         self.store = None

@@ -106,6 +106,7 @@ def scene(seed: int) -> Scene:
         max_waiting=draw.choice([1, 4, 30]),
         chunk=draw.randint(2, 8) if is_tight else draw.choice([1, 3, 12, 20, 40, 200]),
         by_time=draw.random() < 0.4,
+        chunk_seconds=(math.inf, 60.0, 20.0)[seed % 3],
     )
     rows, call = [], 0
     prompts = [20, 60, 100] if is_tight else [draw.choice([20, 60, 150])]
@@ -334,6 +335,8 @@ class Simulation:
 
     def read(self):
         budget, by_time = self.limits.chunk, self.limits.by_time
+        if by_time and self.cheapest < math.inf:
+            budget = round(min(budget, max(LEAST_CHUNK, self.limits.chunk_seconds / self.cheapest)))
         oldest_part = max(1, budget // 4) if by_time else math.ceil(budget / 2)
         while budget > 0:
             self.start()
@@ -343,8 +346,9 @@ class Simulation:
             if len(self.reading) > 1 and budget > oldest_part:
                 share, row = budget - oldest_part, self.reading[-1]
             is_waited_for = self.running or len(self.reading) > 1
-            is_priced = by_time and is_waited_for and row.seconds > self.cheapest
-            price = row.seconds / self.cheapest if is_priced else 1.0
+            cheapest = self.cheapest if is_waited_for else self.limits.chunk_seconds / budget
+            is_priced = by_time and row.seconds > cheapest
+            price = row.seconds / cheapest if is_priced else 1.0
             most = max(min(share, LEAST_CHUNK), int(share / price)) if is_priced else share
             num_tokens = min(most, row.length - row.num_read)
             is_last = row.num_read + num_tokens == row.length
@@ -538,3 +542,27 @@ def test_too_many_rows_and_rows_that_can_never_fit_are_refused():
 def test_it_is_imported_without_torch():
     code = "import sys; sys.modules['torch'] = None; import medusa.decoding.scheduler"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_nobody_waits_longer_for_a_prompt_than_its_parts_may_take():
+    """Behind thousands of tokens a token takes several times as long; what takes longest is the first part,
+    of which nothing is known."""
+    limits = SchedulerLimits(max_slots=10**6, chunk=64, by_time=True, chunk_seconds=0.25)
+    scheduler = Scheduler(limits, STEP)
+    scheduler.add(FakeRow(0, 9000, 1))
+    times, now = [], 0
+    scheduler.begin_call()
+    scheduler.start(Prefill([scheduler.next_to_start()], 9000, 0, 0))
+    while True:
+        taken = 0.0
+        while (chunk := scheduler.next_chunk()) is not None and not chunk.is_last:
+            seconds = chunk.num_tokens * (0.004 + 1e-6 * now)
+            scheduler.chunk_read(chunk, 0, seconds)
+            taken += seconds
+            now += chunk.num_tokens
+        if chunk is not None:
+            break
+        times.append(taken)
+        scheduler.begin_call()
+    assert times[0] == 64 * 0.004 and max(times[1:]) <= 0.26
+    assert min(times[1:]) > 0.2, "and not in smaller parts than needed"
