@@ -159,13 +159,14 @@ class MedusaModel:
 
         return take
 
-    def learn(self, options: Sequence[str] = ()) -> IdleLearning:
+    def learn(self, options: Sequence[str] = (), follow: bool = True) -> IdleLearning:
         """Keep what :meth:`generate` and :meth:`stream` write from here on, on this machine, and have the
         base learn heads from it in a process of its own while no call runs. Better heads are taken into use
         between calls; the tokens are the same. ``medusa heads`` lists them.
 
         Args:
             options: for ``medusa learn``, such as ``["--tokenizer", name]``.
+            follow: take better heads into use here; else those that the model has stay.
 
         Raises:
             ValueError: the base is in no file by which it would be known again, or has no tokenizer.
@@ -190,7 +191,7 @@ class MedusaModel:
                 alive.use_heads(load_heads(directory))
 
         words = [sys.executable, "-m", "medusa", "learn", name, "--collected", *options]
-        self.learning = IdleLearning(learned, self.tokenizer, words, is_busy, take)
+        self.learning = IdleLearning(learned, self.tokenizer, words, follow, is_busy, take)
         weakref.finalize(self, self.learning.close)
         self.learning.start()
         return self.learning
@@ -294,7 +295,7 @@ class MedusaModel:
             tokenizer: by default the base's own; see :attr:`tokenizer`.
             engine: how the base's layers are executed (see :mod:`medusa.engine`).
             step: how decode steps are run (see :mod:`medusa.decoding.step_plan`).
-            learn: learn heads from what is written: see :meth:`learn`.
+            learn: learn heads from what is written: see :meth:`learn`. Heads that are named stay in use.
             base_kwargs: for ``AutoModelForCausalLM.from_pretrained`` (``dtype``, ``device_map``,
                 ``revision``, ``trust_remote_code``, ...). ``token``, ``cache_dir`` and ``local_files_only``
                 are for the heads too. Without a GPU, and without ``dtype`` or ``device_map``, the base is
@@ -309,6 +310,7 @@ class MedusaModel:
         if "device" in base_kwargs:
             raise TypeError(f"device is called device_map, as in transformers: {base_kwargs['device']!r}")
         hub = {key: base_kwargs[key] for key in HUB_ARGUMENTS if key in base_kwargs}
+        is_named = heads is not None and heads != DEFAULT_HEADS
         loaded: Any = base
         source = find_base(base, **base_kwargs) if isinstance(base, (str, Path)) else None
         known = getattr(loaded, "name_or_path", None) if source is None else str(base)
@@ -349,7 +351,7 @@ class MedusaModel:
         if source is not None:
             model._tokenizer_source = source
         if learn:
-            model.learn()
+            model.learn(follow=not is_named)
         return model
 
     @property

@@ -286,7 +286,7 @@ def load_for_replies(
     with_heads = not is_plain and (name is None or uses_model_heads(name))
     model = load_model(options.model, with_heads, template, for_chat=for_chat)
     if options.replies.learn:
-        learn_from_use(model, options.model)
+        learn_from_use(model, options.model, is_plain)
     limits = BatchLimits().in_memory(model.engine_base)
     store = model.prefix_store(2**20 * options.replies.prefix_store_mib, is_plain)
     model.keep_prefixes(limits.prefix_bytes, store)
@@ -305,15 +305,15 @@ def compile_model(options: CompileOptions) -> list[str]:
     return [answer_command(model.tokenizer, *to_argv(options.model))]
 
 
-def learn_from_use(model: MedusaModel, options: ModelOptions) -> None:
-    """Have ``model`` learn from what it writes from here on.
+def learn_from_use(model: MedusaModel, options: ModelOptions, is_plain: bool) -> None:
+    """Have ``model`` learn from what it writes from here on; heads that were named stay in use.
 
     Raises:
         ValueError: the base is known by no files.
     """
     words = [] if options.tokenizer is None else ["--tokenizer", options.tokenizer]
     words += ["--trust-remote-code"] if options.trust_remote_code else []
-    learning = model.learn(words)
+    learning = model.learn(words, follow=options.heads == DEFAULT_HEADS and not is_plain)
     name = model.base.name_or_path
     log_console().print(
         f"answers, each with the end of its prompt, are kept in {learning.learned.directory}, and heads "

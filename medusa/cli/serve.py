@@ -72,7 +72,7 @@ def serve(options: ServeOptions) -> list[str]:
         names = options.service.served_model_name or model_names(options.model.base, model.base.name_or_path)
         served = replace(options.service, served_model_name=names)
         if learns:
-            learn_from_use(model, options.model)
+            learn_from_use(model, options.model, options.service.plain)
         service = Service(model, served, options.template.template_kwargs, len(keys))
         run_server(service, access, bound, address)
     return []  # its first line said where it answers

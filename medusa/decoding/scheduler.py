@@ -142,7 +142,7 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
         self.running: list[AnyRow] = []
         """The rows that decode, in any order."""
         self._budget = 0  # what is left of the budget of this call
-        self._whole_budget = limits.chunk
+        self._reserved = 0  # the part of it that is the oldest prompt's
         self._has_read = False  # whether the last call was prefill
         self._least_seconds = math.inf  # of a token of a prompt
         self._num_joined = 0
@@ -208,7 +208,12 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
     def begin_call(self) -> Phase | None:
         """The phase of this call; None where there is nothing to do. Where prefill and decode are both due,
         they alternate."""
-        self._budget = self._whole_budget = self._budget_of_call()
+        limits = self.limits
+        self._budget = limits.chunk
+        if limits.by_time and self._least_seconds < math.inf:  # the time of so many of the cheapest tokens
+            in_time = limits.chunk_seconds / self._least_seconds
+            self._budget = round(min(limits.chunk, max(LEAST_CHUNK, in_time)))
+        self._reserved = max(1, self._budget // 4) if limits.by_time else self._budget - self._budget // 2
         has_prompts = bool(self.waiting or self.prefills)
         self._has_read = has_prompts and not (self.running and self._has_read)
         if self._has_read:
@@ -285,19 +290,6 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
     def drop_prefill(self, prefill: AnyPrefill) -> None:
         """Drop ``prefill``, whose pass has failed, or which nobody waits for any more."""
         self.prefills = [other for other in self.prefills if other is not prefill]
-
-    def _budget_of_call(self) -> int:
-        """Tokens, or the time of so many of the cheapest ones."""
-        limits = self.limits
-        if not limits.by_time or self._least_seconds == math.inf:
-            return limits.chunk
-        return round(min(limits.chunk, max(LEAST_CHUNK, limits.chunk_seconds / self._least_seconds)))
-
-    @property
-    def _reserved(self) -> int:
-        """The part of the budget that is the oldest prompt's."""
-        budget = self._whole_budget
-        return max(1, budget // 4) if self.limits.by_time else budget - budget // 2
 
     def _price(self, prefill: AnyPrefill) -> float:
         """The time of a token of ``prefill``, in those of the cheapest token of a prompt so far; 1 where the

@@ -59,6 +59,7 @@ class IdleLearning:
         learned: where it is kept.
         tokenizer: the base's.
         command: runs a round.
+        follows: whether better heads are taken into use here.
         is_busy: whether the base is at work now.
         on_new_heads: told of the directory of the heads in use when they are others, on a thread of this
             object.
@@ -69,11 +70,13 @@ class IdleLearning:
         learned: LearnedHeads,
         tokenizer: Any,
         command: Sequence[str],
+        follows: bool,
         is_busy: Callable[[], bool],
         on_new_heads: Callable[[Path], object],
     ):
         self.learned = learned
         self.command = command
+        self.follows = follows
         self.is_busy = is_busy
         self.on_new_heads = on_new_heads
         self.collected: CollectedTexts | None = CollectedTexts(learned.directory, tokenizer)
@@ -146,12 +149,18 @@ class IdleLearning:
     # -------------------------------------------------------------- on the thread
 
     def _run(self) -> None:
+        reported = ""
         while not self._closing.wait(LOOK_SECONDS):
             try:
                 self._look()
-            except OSError as error:  # of the disk, or no process can be started
-                log.warning("learning waits: %s", error)
-                self._num_failures += 1
+            except (
+                OSError,
+                ValueError,
+            ) as error:  # of the disk, a damaged record, heads that do not fit
+                if str(error) != reported:
+                    reported = str(error)
+                    self._num_failures += 1
+                    log.warning("learning waits: %s", error)
         self._end_round()  # here: the process is killed when the thread that started it ends
 
     def _end_round(self) -> None:
@@ -188,7 +197,8 @@ class IdleLearning:
         in_use = self.learned.in_use
         if in_use is not None and in_use != self._in_use:
             self._in_use = in_use
-            self.on_new_heads(in_use)
+            if self.follows:
+                self.on_new_heads(in_use)
 
     def _is_due(self) -> bool:
         """Whether a round was stopped, or there is enough that is new; after failures, much more."""

@@ -51,7 +51,7 @@ class Place:
     def start(self, code):
         command = [sys.executable, "-c", code.format(path=str(self.ticks))]
         self.learning = IdleLearning(
-            self.learned, chat_tokenizer(), command, lambda: self.is_busy, self.told.append
+            self.learned, chat_tokenizer(), command, True, lambda: self.is_busy, self.told.append
         )
         self.learning.start()
         return self.learning
@@ -159,8 +159,22 @@ def test_other_heads_in_use_are_told_whoever_has_learned_them(place):
         record.write_text(json.dumps({"base": "base", "in_use": number, "versions": versions}))
         expected.append(place.learned.directory / f"heads-{number}")
         wait_until(lambda: place.told == expected)
+    learning.follows = False
+    record.write_text(json.dumps({"base": "base", "in_use": 2, "versions": versions}))
+    wait_until(lambda: learning._in_use == place.learned.directory / "heads-2")
+    assert place.told == expected, "heads that were named stay"
+    record.write_text(json.dumps({"base": "base", "in_use": 1, "versions": versions}))
     report = learning.report()
     assert report["version"]["number"] == 1 and "secret" not in json.dumps(report)
+
+
+def test_a_damaged_record_is_told_once(place, caplog):
+    with caplog.at_level(logging.WARNING, "medusa.learning"):
+        place.start(TICKING)
+        (place.learned.directory / "record.json").write_text('{"in_use": 1, "versions": [{"number": 1}]}')
+        wait_until(lambda: caplog.records)
+        time.sleep(0.15)
+    assert caplog.text.count("record.json is damaged") == 1 and place.learning._thread.is_alive()
 
 
 def test_answers_go_on_where_nothing_can_be_kept(place, caplog):
@@ -182,7 +196,7 @@ from medusa.learning.learned_heads import LearnedHeads
 idle_learning.IDLE_SECONDS = idle_learning.LOOK_SECONDS = 0.01
 learned = LearnedHeads(Path({directory!r}))
 busy = []
-learning = IdleLearning(learned, None, [sys.executable, "-c", {code!r}], lambda: bool(busy), print)
+learning = IdleLearning(learned, None, [sys.executable, "-c", {code!r}], True, lambda: bool(busy), print)
 learning.start()
 while learning.state != "learning":
     time.sleep(0.01)

@@ -22,7 +22,7 @@ def server(tmp_path):
     with learned.locked():
         learned.begin("base")
     model = chat_model()
-    model.learning = IdleLearning(learned, chat_tokenizer(), ["false"], lambda: False, lambda path: None)
+    model.learning = IdleLearning(learned, chat_tokenizer(), ["false"], True, lambda: False, print)
     with running(model) as started:
         yield started
 
