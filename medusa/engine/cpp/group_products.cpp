@@ -123,6 +123,27 @@ inline Int quad_added(Int sums, Bytes codes, int32_t quad) {
 #endif
 }
 
+// Where four products of bytes take more than one instruction, two take one (SSSE3's maddubs), whose sums have
+// 16 bits. So many pairs of quads of codes of `bits` bits fit in these; 0 where whole sums are as quick.
+constexpr int pairs_of_quads_in_16_bits(int bits) {
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(MEDUSA_AVX512)) || !defined(__AVX2__)
+  return 0;
+#else
+  constexpr int MOST = 32767, MOST_OF_ROW = 127, PRODUCTS = 4;
+  return MOST / (((1 << bits) - 1) * MOST_OF_ROW * PRODUCTS);
+#endif
+}
+
+// sums of 16 bits + a lane's four codes, of at most 6 bits, times the four numbers of `quad`, as two sums
+inline Pairs quad_added(Pairs sums, Bytes codes, int32_t quad) {
+#if defined(MEDUSA_AVX512)
+  sums += (Pairs)_mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(quad));
+#elif defined(__AVX2__)
+  sums += (Pairs)_mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(quad));
+#endif
+  return sums;
+}
+
 // J panels that lie `panel_bytes` from each other, from some block on.
 struct Panels {
   const uint8_t* block;
@@ -138,6 +159,9 @@ struct Panels {
 // tests compare their bits.
 template <typename F, int M, int J> struct WholeBlock {
   using RowBlock = typename WholeRows::Row<F>;
+  // Codes of a table are as large as 255.
+  static constexpr int QUAD_PAIRS = F::GROUP / 8;  // of a group
+  static constexpr int PAIRS_IN_16_BITS = F::IS_TABLE ? 0 : pairs_of_quads_in_16_bits(F::BITS);
   const WholeRows& rows;
 
   // What the sums of a group begin with: what its zero gives.
@@ -157,9 +181,9 @@ template <typename F, int M, int J> struct WholeBlock {
       }
   }
 
-  // Quads 2 i and 2 i + 1 of section `s` times the rows.
-  [[gnu::always_inline]] void add_quads(Panels panels, RowBlock row, int64_t s, int i,
-                                        Bytes table, int64_t ahead, Int (&whole)[M][J]) const {
+  // Quads 2 i and 2 i + 1 of section `s` times the rows; `shorts` hold sums on their way to the whole ones.
+  [[gnu::always_inline]] void add_quads(Panels panels, RowBlock row, int64_t s, int i, Bytes table,
+                                        int64_t ahead, Pairs (&shorts)[M][J], Int (&whole)[M][J]) const {
     Bytes first[J], second[J];
 #pragma GCC unroll 2
     for (int j = 0; j < J; j++) {
@@ -180,8 +204,18 @@ template <typename F, int M, int J> struct WholeBlock {
       std::memcpy(&first_quad, numbers, 4);
       std::memcpy(&second_quad, numbers + 4, 4);
 #pragma GCC unroll 2
-      for (int j = 0; j < J; j++)
-        whole[m][j] = quad_added(quad_added(whole[m][j], first[j], first_quad), second[j], second_quad);
+      for (int j = 0; j < J; j++) {
+        if constexpr (!PAIRS_IN_16_BITS) {
+          whole[m][j] = quad_added(quad_added(whole[m][j], first[j], first_quad), second[j], second_quad);
+        } else {
+          shorts[m][j] = quad_added(quad_added(shorts[m][j], first[j], first_quad), second[j], second_quad);
+          if constexpr (M > 4) asm("" : "+x"(shorts[m][j]));
+          if ((i + 1) % PAIRS_IN_16_BITS == 0 || (i + 1) % QUAD_PAIRS == 0) {
+            whole[m][j] = pairs_added(whole[m][j], shorts[m][j], 0x10001);
+            shorts[m][j] = Pairs{};
+          }
+        }
+      }
     }
   }
 
@@ -261,15 +295,16 @@ template <typename F, int M, int J>
       for (int64_t line = 0; line < F::CODES; line += CACHE_LINE)
         __builtin_prefetch(panels.of(j) + line + ahead, 0, 2);
     for (int64_t s = 0; s < F::SECTIONS; s++) {
-      constexpr int GROUPS_OF_SECTION = SECTION / F::GROUP, QUAD_PAIRS = F::GROUP / 8;
+      constexpr int GROUPS_OF_SECTION = SECTION / F::GROUP, QUAD_PAIRS = block.QUAD_PAIRS;
 #pragma GCC unroll 2
       for (int place = 0; place < GROUPS_OF_SECTION; place++) {
         int64_t group = s * GROUPS_OF_SECTION + place;
         Int whole[M][J] = {};
+        Pairs shorts[M][J] = {};
         block.begin_group(panels, row, group, whole);
 #pragma GCC unroll 4
         for (int i = 0; i < QUAD_PAIRS; i++)
-          block.add_quads(panels, row, s, place * QUAD_PAIRS + i, table, ahead, whole);
+          block.add_quads(panels, row, s, place * QUAD_PAIRS + i, table, ahead, shorts, whole);
         block.end_group(panels, row, group, are_bfloat16, whole, of_block, sums);
       }
     }

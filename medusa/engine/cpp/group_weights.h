@@ -235,12 +235,9 @@ inline Vec scales_at(const uint8_t* from, bool are_bfloat16) {
   return (Vec)(__builtin_convertvector(*reinterpret_cast<const PerLane<uint16_t>*>(from), Int) << 16);
 }
 inline Vec whole_scales_at(const uint8_t* from) {
-  return __builtin_convertvector(
-      __builtin_convertvector(*reinterpret_cast<const PerLane<int8_t>*>(from), Int), Vec);
+  return __builtin_convertvector(widened_signed(from), Vec);
 }
-inline Int zeros_at(const uint8_t* from) {
-  return __builtin_convertvector(*reinterpret_cast<const PerLane<uint8_t>*>(from), Int);
-}
+inline Int zeros_at(const uint8_t* from) { return widened_unsigned(from); }
 inline Vec whole_minima_at(const uint8_t* from, int second) {
   Int both = __builtin_convertvector(*reinterpret_cast<const PerLane<uint16_t>*>(from), Int);
   return __builtin_convertvector(second ? both >> 8 : both & 255, Vec);

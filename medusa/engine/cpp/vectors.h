@@ -152,6 +152,22 @@ inline Int pairs_added(Int sums, Pairs numbers, int32_t pair) {
 
 // ---- bytes
 
+// A number of 8 bits for each lane, with a sign or without. (GCC widens eight of them one after the other.)
+inline Int widened_signed(const uint8_t* from) {
+#if defined(__AVX2__) && !defined(MEDUSA_AVX512)
+  return (Int)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+  return __builtin_convertvector(*reinterpret_cast<const PerLane<int8_t>*>(from), Int);
+#endif
+}
+inline Int widened_unsigned(const uint8_t* from) {
+#if defined(__AVX2__) && !defined(MEDUSA_AVX512)
+  return (Int)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+  return __builtin_convertvector(*reinterpret_cast<const PerLane<uint8_t>*>(from), Int);
+#endif
+}
+
 // The bytes of `table` at the places that the lower halves of `codes` name; it has its 16 bytes again and
 // again.
 inline Bytes looked_up(Bytes table, Bytes codes) {
