@@ -144,6 +144,32 @@ def test_a_rows_result_is_near_float64_and_the_same_bits_beside_any_others(kind,
         assert torch.equal(product(x[start : start + count]), together[start : start + count])
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "last"),
+    [
+        ("Q4_0", 2, 18),
+        ("Q5_0", 2, 22),
+        ("Q5_1", 4, 24),
+        ("Q4_K", 16, 144),
+        ("Q5_K", 16, 176),
+        ("Q6_K", 0, 192),
+    ],
+)
+def test_the_largest_codes_times_the_largest_numbers_have_room_in_every_sum(name, first, last):
+    """Bytes ``first`` to ``last`` of a block are its codes."""
+    kind = gguf.GGMLQuantizationType[name]
+    weight = quantised(kind)
+    blocks = weight.rows.reshape(NUM_ROWS, -1, gguf.GGML_QUANT_SIZES[kind][1])
+    blocks[..., first:last] = 255
+    ones = torch.ones(8, NUM_INPUTS)
+    ones[1::2] *= -1
+    ones[4:, ::2] *= -1
+    for count in (1, 3, 8):
+        exact = ones[:count].double() @ numbers_of(weight).double().T
+        result = GroupQuantisedMatmul([weight], None, in_whole_numbers=True)(ones[:count])
+        assert (result - exact).norm() / exact.norm() < 1e-5
+
+
 def test_matrices_of_several_types_share_a_product():
     kinds = [gguf.GGMLQuantizationType[name] for name in ("Q4_K", "Q6_K", "Q5_0", "Q8_0")]
     weights = [quantised(kind, 20 + 16 * at, seed=at) for at, kind in enumerate(kinds)]
