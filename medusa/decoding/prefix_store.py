@@ -35,7 +35,7 @@ from medusa.files import make_private_directory
 
 log = logging.getLogger("medusa.prefixes")
 
-BLOCK = 256
+BLOCK = 64
 """Tokens of a file."""
 SHORTEST = 1024
 """Tokens of a text that is stored: shorter ones are read in seconds."""
