@@ -202,9 +202,10 @@ class Batch:
 
     def start(self, request: DecodeRequest) -> list[Row]:
         """Start the rows of ``request`` together, in an empty batch that no other request will join."""
-        rows = [Row(request, index=index) for index in range(len(request.lengths))]
+        owner = self._runner.keeps_features or None  # else a prefix may lack what its drafter reads
+        rows = [Row(request, index=index, owner=owner) for index in range(len(request.lengths))]
         if len(rows) == 1 and self.prefixes.max_bytes:
-            prefix, rows[0].num_reused = self._known_prefix(rows[0].prompt, None)
+            prefix, rows[0].num_reused = self._known_prefix(rows[0].prompt, owner)
         else:
             prefix = self._runner.new_cache(len(rows))
         self._scheduler.start(_Prefill.after(prefix, rows, request))

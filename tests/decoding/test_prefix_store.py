@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from conftest import tiny_model
+from mtp_models import save_base
 from safetensors import SafetensorError
 from stateful_models import stateful_model
 from tiny_chat import chat_model, chat_tokenizer, save_chat_model
@@ -207,6 +208,18 @@ def test_a_conversation_reads_only_its_new_turn(monkeypatch, tmp_path):
     model = following()
     assert model.generate(**longer, **asked).equal(expected)
     assert sum(read) == 150 - 144
+
+
+def test_calls_whose_drafters_read_states_of_the_text_go_on_from_each_other_alone(tmp_path):
+    """Which prefixes hold those states is no matter of the caller."""
+    model = MedusaModel.from_pretrained(str(save_base(tmp_path / "base", "glm4_moe")), "mtp")
+    prompt = torch.tensor([[token % 13 for token in TOKENS[:80]]])
+    asked = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20}
+    expected = model.generate(prompt, **asked).tolist()
+    model.keep_prefixes(2**24)
+    for drafter in ("plain", "mtp", "plain", None, "mtp", "suffix"):
+        assert model.generate(prompt, **asked, drafter=drafter).tolist() == expected
+    assert len(model.prefixes) == 2
 
 
 def test_a_server_finds_them_after_a_restart_by_the_key_of_the_client(monkeypatch, tmp_path):
