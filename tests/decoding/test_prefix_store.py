@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import needs_newest, tiny_model
 from mtp_models import save_base
 from safetensors import SafetensorError
 from stateful_models import stateful_model
@@ -210,6 +210,7 @@ def test_a_conversation_reads_only_its_new_turn(monkeypatch, tmp_path):
     assert sum(read) == 150 - 144
 
 
+@needs_newest
 def test_calls_whose_drafters_read_states_of_the_text_go_on_from_each_other_alone(tmp_path):
     """Which prefixes hold those states is no matter of the caller."""
     model = MedusaModel.from_pretrained(str(save_base(tmp_path / "base", "glm4_moe")), "mtp")
