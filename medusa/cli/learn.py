@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import logging
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -33,7 +32,7 @@ from medusa.cli.options import (
     answer_command,
     command,
 )
-from medusa.cli.rounds import MIN_GAIN, best_start, heads_in_use, mark_learned, widths
+from medusa.cli.rounds import MIN_GAIN, best_start, ended_version, heads_in_use, mark_learned, widths
 from medusa.cli.tune import TuneOptions, tune
 from medusa.console import counted, log_console
 from medusa.decoding.statistics import DecodingStatistics
@@ -41,7 +40,6 @@ from medusa.drafters.protocol import PlainDrafter
 from medusa.files import read_json
 from medusa.hardware import use_threads
 from medusa.heads.calibration import AnsweredTokens
-from medusa.heads.checkpoint import PROVENANCE_FILE
 from medusa.learning.collected_texts import CollectedTexts
 from medusa.learning.learned_heads import LearnedHeads, LearnedVersion
 from medusa.measurement.report import end_with_json
@@ -93,7 +91,8 @@ def learn(options: LearnOptions) -> list[str]:
             return []
         lesson.save()
         ways = _measured(lesson, options, heads_in_use(options.base, source))
-        version = _version(lesson, ways["learned"])
+        report = ways["learned"]
+        version = ended_version(lesson, report["tokens_per_step_of"]["default"], _speedup(report))
         is_better = _is_better(ways)
         if is_better:
             mark_learned(lesson.heads, version)
@@ -259,22 +258,6 @@ def _is_better(ways: dict[str, dict[str, Any]]) -> bool:
     is_exact = learned["identical"] is not False
     is_faster = _speedup(learned) >= MIN_GAIN * max(1.0, _speedup(ways["in use"]))
     return is_sure and guesses and is_exact and is_faster
-
-
-def _version(lesson: Round, report: dict[str, Any]) -> LearnedVersion:
-    provenance = read_json(lesson.heads / PROVENANCE_FILE)
-    counts = provenance["data"]
-    is_private = lesson.record["is_private"] or provenance.get("learned", {}).get("is_private", False)
-    return LearnedVersion(
-        number=lesson.number,
-        made=datetime.now(UTC).isoformat(timespec="seconds"),
-        learned_from=lesson.record["learned_from"],
-        is_private=is_private,
-        num_tokens=int(counts["training labels"]),
-        minutes=round(lesson.minutes_taken, 1),
-        tokens_per_step=round(report["tokens_per_step_of"]["default"], 3),
-        speedup=round(_speedup(report), 3),
-    )
 
 
 def _summarise(

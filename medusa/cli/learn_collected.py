@@ -12,7 +12,6 @@ import logging
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -23,16 +22,15 @@ from medusa.base.loading import find_base
 from medusa.cli.loading import load_model
 from medusa.cli.option_types import LearnOptions
 from medusa.cli.options import NO_HEADS, answer_command, command
-from medusa.cli.rounds import MIN_GAIN, best_start, heads_in_use, mark_learned, widths
+from medusa.cli.rounds import MIN_GAIN, best_start, ended_version, heads_in_use, mark_learned, widths
 from medusa.console import counted, log_console
 from medusa.engine.loading import load_own_heads
-from medusa.files import read_json
 from medusa.hardware import use_threads
 from medusa.heads.autoregressive_head import Heads
 from medusa.heads.calibration import AnsweredTokens
-from medusa.heads.checkpoint import OWN_HEADS, PROVENANCE_FILE, load_heads
+from medusa.heads.checkpoint import OWN_HEADS, load_heads
 from medusa.learning.collected_texts import CollectedTexts, Row
-from medusa.learning.learned_heads import LearnedHeads, LearnedVersion
+from medusa.learning.learned_heads import LearnedHeads
 from medusa.measurement.comparison import against, ranked, tokens_per_step
 from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
@@ -86,7 +84,7 @@ def learn_collected(options: LearnOptions) -> list[str]:
         model = load()
         in_use = _heads_in_use(options.base, model)
         worth, ratio = _judged(model, load_heads(lesson.heads).heads, in_use, _answered(lesson, model))
-        version = _version(lesson, worth["value"])
+        version = ended_version(lesson, worth["value"])
         is_better = _is_better(ratio, is_first=in_use is None)
         if is_better:
             mark_learned(lesson.heads, version)
@@ -133,7 +131,7 @@ def _round(options: LearnOptions, learned: LearnedHeads) -> Round:
     material = Material(held_out=apart, texts=[*texts, *_within(size, earlier)])
     collected.end_new()
     lesson = Round.begun_in(learned.round, options.asked, number, material)
-    lesson.save(learned_from=[f"{counted(len(texts), 'text')} that it wrote"])
+    lesson.save(learned_from=[f"{counted(len(texts), 'text')} that it wrote"], is_private=True)
     return lesson
 
 
@@ -194,17 +192,3 @@ def _judged(
 
 def _is_better(ratio: dict[str, Any], is_first: bool) -> bool:
     return (ratio["low"] or 0) > 1 and ratio["value"] >= (LEAST_USEFUL if is_first else MIN_GAIN)
-
-
-def _version(lesson: Round, tokens_a_step: float) -> LearnedVersion:
-    counts = read_json(lesson.heads / PROVENANCE_FILE)["data"]
-    return LearnedVersion(
-        number=lesson.number,
-        made=datetime.now(UTC).isoformat(timespec="seconds"),
-        learned_from=lesson.record["learned_from"],
-        is_private=True,
-        num_tokens=int(counts["training labels"]),
-        minutes=round(lesson.minutes_taken, 1),
-        tokens_per_step=round(tokens_a_step, 3),
-        speedup=None,
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 
 from medusa.assets import shipped_heads
@@ -21,6 +22,7 @@ from medusa.heads.mtp import can_draft_itself
 from medusa.learning.learned_heads import LearnedHeads, LearnedVersion
 from medusa.measurement.comparison import ranked
 from medusa.model import MedusaModel
+from medusa.training.round import Round
 
 MIN_GAIN = 1.03
 """How much faster than what was in use heads must be: below is noise."""
@@ -85,6 +87,23 @@ def _fitting(names: Sequence[str], model: MedusaModel) -> dict[str, Heads]:
         ):
             fitting[name] = heads.to(model.device).eval()
     return fitting
+
+
+def ended_version(lesson: Round, tokens_per_step: float, speedup: float | None = None) -> LearnedVersion:
+    """The version that a round has made, with what was measured; ``speedup`` is None where nothing was
+    timed."""
+    provenance = read_json(lesson.heads / PROVENANCE_FILE)
+    is_private = lesson.record["is_private"] or provenance.get("learned", {}).get("is_private", False)
+    return LearnedVersion(
+        number=lesson.number,
+        made=datetime.now(UTC).isoformat(timespec="seconds"),
+        learned_from=lesson.record["learned_from"],
+        is_private=is_private,
+        num_tokens=int(provenance["data"]["training labels"]),
+        minutes=round(lesson.minutes_taken, 1),
+        tokens_per_step=round(tokens_per_step, 3),
+        speedup=None if speedup is None else round(speedup, 3),
+    )
 
 
 def mark_learned(heads: Path, version: LearnedVersion) -> None:

@@ -153,10 +153,8 @@ class IdleLearning:
         while not self._closing.wait(LOOK_SECONDS):
             try:
                 self._look()
-            except (
-                OSError,
-                ValueError,
-            ) as error:  # of the disk, a damaged record, heads that do not fit
+            # of the disk, of a damaged record, of heads that do not fit
+            except (OSError, ValueError) as error:
                 if str(error) != reported:
                     reported = str(error)
                     self._num_failures += 1
