@@ -15,7 +15,7 @@ from medusa import MedusaModel
 from medusa.cli.main import main
 from medusa.files import read_json
 from medusa.prompts import read_prompts
-from medusa.training.distillation import answering
+from medusa.training import endpoints
 from medusa.training.distillation.answering import (
     ChatEndpoint,
     Conversation,
@@ -39,8 +39,8 @@ MAX_NEW_TOKENS = 12
 
 @pytest.fixture
 def serve(monkeypatch):
-    monkeypatch.setattr(answering, "MAX_ATTEMPTS", 2)
-    monkeypatch.setattr(answering, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(endpoints, "MAX_ATTEMPTS", 2)
+    monkeypatch.setattr(endpoints, "FIRST_WAIT", 0.001)
     with fake_endpoints() as start:
         yield start
 
@@ -420,7 +420,7 @@ def test_what_has_arrived_when_the_time_is_up_is_not_thrown_away(serve, tmp_path
         def __init__(self):
             queues.append(self)
 
-    monkeypatch.setattr(answering, "SimpleQueue", Noted)
+    monkeypatch.setattr(endpoints, "SimpleQueue", Noted)
     prompts = read_prompts(prompts_file(tmp_path, 3))
     with AnswerFile(tmp_path / "rows.jsonl", {}) as answers:
         waiting = iter(unanswered(prompts, answers, (0.0,), 0))
@@ -482,7 +482,7 @@ def test_answers_that_cannot_be_kept_are_counted_and_named_and_the_run_goes_on(s
     command = ["distill", "--prompts", str(file), "--output", str(output), "--model", "tiny"]
     command += ["--endpoint", fake.url, "--batch-size", "1"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("medusa.training.distillation.answering.time.sleep", lambda seconds: None)
+        patch.setattr("medusa.training.endpoints.time.sleep", lambda seconds: None)
         assert main([*command, "--limit", "2"]) == 0
         assert f"1 could not be answered, the first: {file} row 2: " in capsys.readouterr().err
         assert main(command) == 0, "the rows of earlier runs count"

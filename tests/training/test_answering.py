@@ -12,15 +12,15 @@ from refusals import assert_refused
 from tiny_chat import chat_base, chat_tokenizer
 
 from medusa.model import MedusaModel
-from medusa.training.distillation import answering
+from medusa.training import endpoints
 from medusa.training.distillation.answering import (
     ChatEndpoint,
     Conversation,
     LocalAnswerer,
-    Refusal,
     repeated_tail,
 )
 from medusa.training.distillation.distill import AnswerFile, configuration_path
+from medusa.training.endpoints import Refusal
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ def serve():
 
 @pytest.fixture(autouse=True)
 def few_tries_at_once(monkeypatch):
-    monkeypatch.setattr(answering, "FIRST_WAIT", 0.001)
-    monkeypatch.setattr(answering, "MAX_ATTEMPTS", 4)
+    monkeypatch.setattr(endpoints, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(endpoints, "MAX_ATTEMPTS", 4)
 
 
 def ask(endpoint, text="hi"):
@@ -170,7 +170,7 @@ def test_a_count_of_tokens_that_is_none_costs_no_answer(serve, count):
 @pytest.mark.parametrize("asked", ["3600", "9" * 400, "²", "Wed, 21 Oct 2099 07:28:00 GMT"])
 def test_a_long_wait_is_bounded_and_told(serve, monkeypatch, asked):
     waits, said = [], []
-    monkeypatch.setattr(answering.time, "sleep", waits.append)
+    monkeypatch.setattr(endpoints.time, "sleep", waits.append)
     fake = serve(failures=[503], headers={"Retry-After": asked.encode("utf-8").decode("latin-1")})
     ask(ChatEndpoint(fake.url, "tiny", say=said.append))
     assert waits == [60 if asked == "3600" else 0.001]

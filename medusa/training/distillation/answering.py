@@ -7,15 +7,10 @@ message, in the order they end.
 
 from __future__ import annotations
 
-import os
-import re
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any, Protocol
 
 import httpx
@@ -35,21 +30,10 @@ from medusa.decoding.batch import Batch, BatchLimits
 from medusa.decoding.state import DecodeRequest, Row
 from medusa.model import MedusaModel
 from medusa.prompts import encode_messages, split_reasoning
+from medusa.training.endpoints import Endpoint, EndpointPool, Refusal
 
-_RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-_REFUSED_CLIENT = frozenset({401, 402, 403, 404, 405})
-"""Statuses about the client or the address; every other request would get them too."""
-REQUEST_SECONDS = 600.0
-MAX_ATTEMPTS = 6
-"""Tries per request."""
-FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
-"""Seconds between two tries: doubled each time, or as the server asks, up to the second number."""
 _ENDED = frozenset({"stop", "tool_calls", "function_call"})
 """Finish reasons of an answer that came to its own end."""
-
-
-class Refusal(ValueError):
-    """Why a conversation gets no next message, and asking again is no use."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +53,8 @@ class Reply:
         return any(str(self.message.get(key) or "").strip() for key in _SAYING)
 
 
-class ChatEndpoint:
-    """A server that speaks ``POST {url}/chat/completions``. Safe to call from several threads. The
-    environment's OPENAI_API_KEY, if set, is sent as bearer token.
+class ChatEndpoint(Endpoint):
+    """A server that speaks ``POST {url}/chat/completions``.
 
     Args:
         url: up to and including the version, for example ``http://localhost:8000/v1``.
@@ -79,29 +62,8 @@ class ChatEndpoint:
         say: called with a message when the server asks for a longer wait.
     """
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        *,
-        say: Callable[[str], None] = lambda text: None,
-    ):
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(
-                f"endpoint must start with http:// or https://, got {url!r}; e.g. http://localhost:8000/v1"
-            )
-        self.url = url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
-        self.model = model
-        self.say = say
-        key = os.environ.get("OPENAI_API_KEY")
-        self._client = httpx.Client(
-            timeout=REQUEST_SECONDS,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            limits=httpx.Limits(max_connections=None),
-        )
-
-    def close(self) -> None:
-        self._client.close()
+    def __init__(self, url: str, model: str, *, say: Callable[[str], None] = lambda text: None):
+        super().__init__(url, "/chat/completions", model, say=say)
 
     def answer(
         self,
@@ -115,10 +77,7 @@ class ChatEndpoint:
         """The model's answer to ``messages``; ``template_options`` are tools, and what its template gets.
 
         Raises:
-            Refusal: the server refuses this request (HTTP 4xx), for example as too long, or returns invalid
-                answers :data:`MAX_ATTEMPTS` times.
-            PermissionError: the server refuses the client, or has no such model.
-            ConnectionError: no answer after this number of tries.
+            Refusal, PermissionError, ConnectionError: see :meth:`medusa.training.endpoints.Endpoint.post`.
         """
         options = dict(template_options or {})
         request = {
@@ -130,50 +89,7 @@ class ChatEndpoint:
             **({"tools": options.pop("tools")} if options.get("tools") else {}),
             **({"chat_template_kwargs": options} if options else {}),
         }
-        problem = ""
-        wait = FIRST_WAIT
-        garbage = ""
-        for attempt in range(MAX_ATTEMPTS):
-            if attempt:
-                if wait > LONGEST_WAIT:
-                    self.say(f"{self.url} asks to wait {wait:.0f} s; waiting {LONGEST_WAIT:.0f} s")
-                wait = min(wait, LONGEST_WAIT)
-                time.sleep(wait)
-                wait *= 2
-            try:
-                response = self._client.post(self.url, json=request)
-            except httpx.DecodingError as error:
-                problem = garbage = f"endpoint {self.url} sent a body that cannot be unpacked: {error}"
-                continue
-            except httpx.RequestError as error:
-                problem = f"{type(error).__name__}: {error}"
-                continue
-            if response.status_code in _RETRIED_STATUS:
-                problem = f"HTTP {response.status_code}: {response.text[:300]}"
-                retry_after = response.headers.get("retry-after", "")  # in seconds
-                wait = float(retry_after) if re.fullmatch("[0-9]{1,9}", retry_after) else wait
-                continue
-            if response.status_code in _REFUSED_CLIENT:
-                raise PermissionError(
-                    f"{self.url} answered HTTP {response.status_code}: {response.text[:300]}; check "
-                    f"OPENAI_API_KEY, the address and the model's name, {self.model!r}. The same command "
-                    "goes on where it stopped"
-                )
-            if response.status_code != 200:
-                raise Refusal(f"{self.url} answered HTTP {response.status_code}: {response.text[:300]}")
-            reply = _reply(response)
-            if reply is not None:
-                return reply
-            problem = garbage = (
-                f"endpoint {self.url} did not answer as an OpenAI-compatible chat server does: "
-                f"{response.text[:300]}"
-            )
-        if problem == garbage:
-            raise Refusal(garbage)
-        raise ConnectionError(
-            f"endpoint {self.url} gave no answer in {MAX_ATTEMPTS} tries, last {problem}; "
-            "is it running? The same command goes on where it stopped"
-        )
+        return self.post(request, "an OpenAI-compatible chat server", _reply)
 
 
 def _reply(response: httpx.Response) -> Reply | None:
@@ -387,11 +303,7 @@ class LocalAnswerer:
 
 
 class EndpointAnswerer:
-    """Chat endpoints that serve one model, ``concurrency`` requests at once to each.
-
-    The least busy endpoint takes the next conversation. An endpoint that stops answering is dropped, and its
-    conversations go to the others.
-    """
+    """Chat endpoints that serve one model, ``concurrency`` conversations at once to each."""
 
     def __init__(
         self,
@@ -400,11 +312,9 @@ class EndpointAnswerer:
         max_new_tokens: int,
         say: Callable[[str], None] = lambda text: None,
     ):
-        """``say`` is called with a message for each dropped endpoint."""
-        self.endpoints = endpoints
-        self.concurrency = concurrency
+        """``say`` is called with a message for each endpoint that is given up."""
         self.max_new_tokens = max_new_tokens
-        self.say = say
+        self.pool = EndpointPool(endpoints, concurrency, self._ask, say)
 
     def replies(
         self, next_conversation: NextConversation, count_tokens: CountTokens, is_time_up: IsTimeUp
@@ -414,56 +324,10 @@ class EndpointAnswerer:
         Raises:
             ConnectionError, PermissionError: no endpoint is left; the error of the last one.
         """
-        ended: SimpleQueue[tuple[ChatEndpoint, Conversation, Reply | Refusal | Exception]] = SimpleQueue()
-        queues = {endpoint: SimpleQueue[Conversation]() for endpoint in self.endpoints}
-        for endpoint in [*queues] * self.concurrency:  # daemons: nobody waits for them after the time is up
-            Thread(target=self._work, args=(endpoint, queues[endpoint], ended), daemon=True).start()
-        num_asked = dict.fromkeys(queues, 0)
-        alive = list(queues)
-        left = deque[Conversation]()
-        last_words = None
-        while True:
-            is_up = is_time_up()
-            while alive and not is_up:
-                endpoint = min(alive, key=num_asked.__getitem__)
-                if num_asked[endpoint] == self.concurrency:
-                    break
-                conversation = left.popleft() if left else next_conversation()
-                if conversation is None:
-                    break
-                queues[endpoint].put(conversation)
-                num_asked[endpoint] += 1
-            if not any(num_asked.values()) or (is_up and ended.empty()):
-                if last_words is not None and not alive:
-                    raise last_words
-                return
-            try:
-                endpoint, conversation, outcome = ended.get(timeout=0.2)
-            except Empty:
-                continue
-            num_asked[endpoint] -= 1
-            if isinstance(outcome, ConnectionError | PermissionError):
-                last_words = outcome
-                left.append(conversation)  # for the others
-                if endpoint in alive:
-                    alive.remove(endpoint)
-                    self.say(f"{endpoint.url} is given up, {len(alive)} of {len(queues)} go on: {outcome}")
-                continue
-            if isinstance(outcome, Exception) and not isinstance(outcome, Refusal):
-                raise outcome
+        for conversation, outcome in self.pool.outcomes(next_conversation, is_time_up):
             if isinstance(outcome, Reply):
                 count_tokens(outcome.num_tokens)
             yield conversation, outcome
-
-    def _work(self, endpoint: ChatEndpoint, waiting: SimpleQueue, ended: SimpleQueue) -> None:
-        """The work of a thread: send conversations to ``endpoint``, one after the other."""
-        while True:
-            conversation = waiting.get()
-            try:
-                outcome: Reply | Refusal | Exception = self._ask(endpoint, conversation)
-            except Exception as error:
-                outcome = error  # raised where the replies are read
-            ended.put((endpoint, conversation, outcome))
 
     def _ask(self, endpoint: ChatEndpoint, conversation: Conversation) -> Reply | Refusal:
         try:

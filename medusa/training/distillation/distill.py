@@ -27,7 +27,8 @@ from medusa.conversations import template_columns
 from medusa.files import read_json, write_json
 from medusa.options import differences
 from medusa.prompts import Prompt
-from medusa.training.distillation.answering import Answerer, Conversation, CountTokens, Refusal, Reply
+from medusa.training.distillation.answering import Answerer, Conversation, CountTokens, Reply
+from medusa.training.endpoints import Refusal
 
 _REFUSALS_BEFORE_GIVING_UP = 3
 
