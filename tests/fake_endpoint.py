@@ -24,10 +24,11 @@ class FakeEndpoint:
                 fake.requests.append((self.path, request))
                 fake.keys.append(self.headers.get("Authorization"))
                 failure = fake.failures.pop(0) if fake.failures else None
-                refused = "REFUSE" in request["messages"][-1]["content"]
-                status = failure or (400 if refused else 200)
-                body = fake.body if fake.body is not None else fake.answer(request)
-                payload = json.dumps(body if status == 200 else {"error": "says no"}).encode()
+                status = failure or (400 if fake.refuses(request) else 200)
+                body = {"error": "says no"}
+                if status == 200:
+                    body = fake.body if fake.body is not None else fake.answer(request)
+                payload = json.dumps(body).encode()
                 payload = payload if raw is None else raw
                 self.send_response(status)
                 for name, value in (headers or {}).items():
@@ -38,12 +39,22 @@ class FakeEndpoint:
                 self.end_headers()
                 self.wfile.write(payload)
 
+            def do_GET(self):
+                payload = json.dumps({"data": [{"id": "the-model"}]}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(payload)))
+                self.end_headers()
+                self.wfile.write(payload)
+
             def log_message(self, *args):
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+
+    def refuses(self, request):
+        return "REFUSE" in request["messages"][-1]["content"]
 
     def answer(self, request):
         said = request["messages"][-1]["content"]

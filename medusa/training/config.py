@@ -43,6 +43,15 @@ class BaseOptions:
     base_placement: Literal["each", "auto", "tensor_parallel", "fsdp"] = "each"
     """Placement of the base's layers. each: complete on the device of each process. auto: over all devices of
     one process. tensor_parallel, fsdp: split among all processes; each loads only its part."""
+    states_from: list[str] = field(default_factory=list)
+    """Take the base's hidden states from vLLM: addresses of servers that extract them, as
+    http://localhost:8000/v1, and directories of files that they wrote. No layer of the base is loaded here.
+    With cache_hidden_states."""
+    states_layers: list[int] | None = None
+    """Layers of these states, in the order of vLLM's eagle_aux_hidden_state_layer_ids; by default those of
+    fused_layers and the number of layers, in ascending order."""
+    delete_read_states: bool = False
+    """Delete files from the directories of states_from once what was read of them is stored."""
 
     @property
     def is_shared(self) -> bool:
@@ -354,6 +363,22 @@ class TrainingConfiguration:
                 "in the base's layers, which each process must have whole; leave it out",
             ),
             (
+                bool(self.base.states_from) and not self.optimisation.cache_hidden_states,
+                f"states_from={self.base.states_from} goes with cache_hidden_states=true, got false: what "
+                "vLLM computed is read once and stored; add --cache_hidden_states true",
+            ),
+            (
+                bool(self.base.states_from) and base_placement != "each",
+                f"states_from and base_placement={base_placement} exclude each other, got both: no layers of "
+                "the base are loaded; leave base_placement out",
+            ),
+            (
+                not self.base.states_from
+                and (self.base.states_layers is not None or self.base.delete_read_states),
+                "states_layers and delete_read_states go with states_from, got none; add --states_from, or "
+                "leave them out",
+            ),
+            (
                 self.data.train_on == "everything" and self.loss.objective != "kl",
                 f"train_on=everything goes with objective kl, got {self.loss.objective!r}, which would learn "
                 "to write prompts; choose kl, or train_on=answers",
@@ -440,6 +465,9 @@ RESUMABLE_KEYS = frozenset(
         *LIMITS,
         "block_elements",
         "cache_hidden_states",
+        "states_from",
+        "states_layers",
+        "delete_read_states",
         "gradient_accumulation_steps",  # the checkpoint says whether a step still takes the same batches
         *REMEDY_KEYS,
     )

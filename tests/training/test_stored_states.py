@@ -225,24 +225,26 @@ def test_states_of_full_precision_serve_runs_of_less_and_are_completed_as_they_b
 
 def test_a_run_that_died_goes_on_at_the_first_missing_shard(tmp_path, small_shards, monkeypatch):
     documents, computed = documents_of(), []
-    compute = CachedHiddenStates._computed
+    compute = OnlineHiddenStates.of_documents
 
-    def mortal(states: CachedHiddenStates, shard: int, *arguments):
+    def mortal(states: OnlineHiddenStates, documents: Documents, wanted: range, *arguments):
         if len(computed) == 2:
             raise KeyboardInterrupt
-        computed.append(shard)
-        return compute(states, shard, *arguments)
+        computed.append(wanted)
+        return compute(states, documents, wanted, *arguments)
 
-    monkeypatch.setattr(CachedHiddenStates, "_computed", mortal)
+    monkeypatch.setattr(OnlineHiddenStates, "of_documents", mortal)
     with pytest.raises(KeyboardInterrupt):
         fill(tmp_path, documents)
     monkeypatch.setattr(
-        CachedHiddenStates,
-        "_computed",
-        lambda self, shard, *rest: computed.append(shard) or compute(self, shard, *rest),
+        OnlineHiddenStates,
+        "of_documents",
+        lambda self, documents, wanted, *rest: (
+            computed.append(wanted) or compute(self, documents, wanted, *rest)
+        ),
     )
     feed = fill(tmp_path, documents)
-    assert computed == list(range(len(feed.stored.ends)))
+    assert computed == [feed.stored.documents_of(shard) for shard in range(len(feed.stored.ends))]
     assert len(computed) > 2
     live = losses(Feed(documents))
     torch.testing.assert_close(losses(feed), live)

@@ -28,6 +28,7 @@ from medusa.training.run.processes import StopSignal, new_accelerator, on_main_p
 from medusa.training.run.run_directory import RunDirectory
 from medusa.training.run.trainer import Trainer
 from medusa.training.states.base import (
+    DocumentStates,
     OnlineHiddenStates,
     check_documents,
     check_packing,
@@ -35,6 +36,7 @@ from medusa.training.states.base import (
     load_tokenizer,
     load_without_layers,
 )
+from medusa.training.states.served import ServedHiddenStates
 from medusa.training.states.stored import CachedHiddenStates, HiddenStateSource
 
 RECIPES = {
@@ -154,7 +156,10 @@ def build_trainer(
     base = load().base if is_whole else load_without_layers(options, accelerator.device)
     for documents in (data.training, data.held_out):
         check_documents(base, documents, options.base)
-    stored = stored_states(configuration, accelerator, base, load, data, console) if is_stored else {}
+    compute: Callable[[], DocumentStates] = load
+    if options.states_from:
+        compute = functools.partial(_served, configuration, base, console)
+    stored = stored_states(configuration, accelerator, base, compute, data, console) if is_stored else {}
     if run.stop_after is not None:
         console.print(f"stopped after {run.stop_after}; --resume auto goes on from there", soft_wrap=True)
         return None
@@ -171,20 +176,33 @@ def build_trainer(
     return Trainer(recipe, accelerator, data, console)
 
 
+def _served(configuration: TrainingConfiguration, base: CausalLM, console: Console) -> ServedHiddenStates:
+    """The states that ``states_from`` has."""
+    options = configuration.base
+    return ServedHiddenStates(
+        base,
+        options.states_from,
+        options.states_layers,
+        deletes_read=options.delete_read_states,
+        timeout_minutes=configuration.run.timeout_minutes,
+        say=lambda text: console.print(text, soft_wrap=True),
+    )
+
+
 def stored_states(
     configuration: TrainingConfiguration,
     accelerator: Accelerator,
     base: CausalLM,
-    load: Callable[[], OnlineHiddenStates],
+    load: Callable[[], DocumentStates],
     data: Dataset,
     console: Console,
 ) -> dict[str, CachedHiddenStates]:
     """The states of the "training" and the "held-out" documents that the configured heads read, stored by all
     processes, each its own shards.
 
-    ``base`` needs only embeddings and configuration; ``load`` returns the base that computes states, and is
-    called only by processes that have shards to write, or by all where they share the base. So the whole base
-    is in memory only while states are missing.
+    ``base`` needs only embeddings and configuration; ``load`` returns what computes states, and is called
+    only by processes that have shards to write, or by all where they share the base. So the whole base is in
+    memory only while states are missing.
 
     Raises:
         BlockingIOError: another run has stored states there for too long.
@@ -210,6 +228,7 @@ def stored_states(
                 options.cache_dtype,
                 layers,
                 configuration.needs_context,
+                "vLLM" if configuration.base.states_from else None,
             )
             stored[name] = states
         with (

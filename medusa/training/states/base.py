@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -28,7 +29,7 @@ from medusa.base.text_part import auto_class, text_part
 from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_as
 from medusa.training.config import BaseOptions, DataOptions
-from medusa.training.data.batching import PaddedBatch, collate
+from medusa.training.data.batching import PaddedBatch, collate, plan_in_order
 from medusa.training.data.dataset import Document, Documents
 from medusa.training.states.apart import hidden_states_apart
 
@@ -50,6 +51,20 @@ def own_arithmetic(base: CausalLM) -> AbstractContextManager[Any]:
     return torch.autocast(base.device.type, enabled=False) if has_own_arithmetic(base) else nullcontext()
 
 
+class DocumentStates(Protocol):
+    """Computes the states that are stored."""
+
+    base: CausalLM
+
+    def of_documents(
+        self, documents: Documents, wanted: range, layers: tuple[int, ...], options: DataOptions
+    ) -> Iterator[tuple[int, Tensor]]:
+        """The index and the states (T, (1 + L) * D) of each of the ``wanted`` documents, in any order."""
+
+    def finish(self) -> None:
+        """Take part in what the other processes still compute."""
+
+
 class OnlineHiddenStates:
     """Hidden states of a base that this process runs by itself, on one device or on several."""
 
@@ -64,6 +79,16 @@ class OnlineHiddenStates:
         padded = padded.to(self.base.device)
         with torch.no_grad(), own_arithmetic(self.base):
             return hidden_states_apart(self.base, padded.input_ids, padded.positions, layers)
+
+    def of_documents(
+        self, documents: Documents, wanted: range, layers: tuple[int, ...], options: DataOptions
+    ) -> Iterator[tuple[int, Tensor]]:
+        """See :class:`DocumentStates`."""
+        lengths = documents.lengths[wanted.start : wanted.stop]
+        for batch in plan_in_order(lengths, options, longrope_threshold(self.base)):
+            rows = [[wanted.start + index for index in row] for row in batch]
+            for states, (index,) in zip(self(collate(documents, rows), layers), rows, strict=True):
+                yield index, states[: documents.lengths[index]]
 
     def finish(self) -> None:
         """Take part in the other processes' forward passes until none has a micro-batch left."""

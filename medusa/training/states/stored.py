@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 import medusa
-from medusa.base.causal_lm import CausalLM, hidden_size, longrope_threshold
+from medusa.base.causal_lm import CausalLM, hidden_size
 from medusa.console import ProgressReporter
 from medusa.files import Layout, read_json, replaceable_files, write_json
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.options import differences
 from medusa.training.config import DataOptions
-from medusa.training.data.batching import MicroBatch, PaddedBatch, collate, plan_in_order
+from medusa.training.data.batching import MicroBatch, PaddedBatch, collate
 from medusa.training.data.dataset import Documents
 from medusa.training.losses import needed_states
-from medusa.training.states.base import OnlineHiddenStates, has_own_arithmetic
+from medusa.training.states.base import DocumentStates, OnlineHiddenStates, has_own_arithmetic
 from medusa.training.states.format import (
     DOCUMENTS,
     DOCUMENTS_FILE,
@@ -62,13 +62,13 @@ class CachedHiddenStates(StatesDirectory):
         dtype: str,
         layers: tuple[int, ...] = (),
         needs_context: bool = False,
+        arithmetic: str | None = None,
     ):
         """The states from which ``num_heads`` heads and the base predict labels, and with ``needs_context``
         all before them; ``layers`` are the fused layers. ``base`` needs only embeddings and configuration
-        here."""
+        here. ``arithmetic`` names whose it is, where another engine computes."""
         self.documents = documents
         self.layers = layers
-        self._base = base
         kind = base.device.type
         name = Path(base.name_or_path)
         # the type of matrix products is then another one
@@ -83,7 +83,7 @@ class CachedHiddenStates(StatesDirectory):
             "base_model": str(name.resolve()) if base.name_or_path and name.is_dir() else base.name_or_path,
             **_identity_of(base),
             "base_dtype": str(base.dtype),
-            "arithmetic": str(torch.get_autocast_dtype(kind) if has_autocast else base.dtype),
+            "arithmetic": arithmetic or str(torch.get_autocast_dtype(kind) if has_autocast else base.dtype),
             "documents": digest_of_documents(self._parts),
             "num_heads": num_heads,
             "layers": list(layers),
@@ -93,7 +93,7 @@ class CachedHiddenStates(StatesDirectory):
         }
         in_full = {**header, "arithmetic": header["base_dtype"]}
         manifest = directory / MANIFEST
-        if manifest.exists() and _difference(manifest, in_full) is None:
+        if arithmetic is None and manifest.exists() and _difference(manifest, in_full) is None:
             header = in_full  # such states are there and serve runs of any precision
         super().__init__(directory, header, starts, needed)
 
@@ -146,29 +146,29 @@ class CachedHiddenStates(StatesDirectory):
         return missing
 
     def compute(
-        self, shards: Sequence[int], live: OnlineHiddenStates, options: DataOptions, line: ProgressReporter
+        self, shards: Sequence[int], states: DocumentStates, options: DataOptions, line: ProgressReporter
     ) -> None:
-        """Compute and write ``shards``; all processes call it where ``live`` needs them, some with none.
+        """Compute and write ``shards``; all processes call it where ``states`` needs them, some with none.
 
         Raises:
             OSError: the disk refused; the shards before are whole.
         """
         in_full = self.header["arithmetic"] == self.header["base_dtype"]
-        with torch.autocast(live.base.device.type, enabled=False) if in_full else nullcontext():
+        with torch.autocast(states.base.device.type, enabled=False) if in_full else nullcontext():
             number = sum(len(self.documents_of(shard)) for shard in shards)
             done = 0
 
-            def counted(states: Iterator[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+            def counted(computed: Iterator[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
                 nonlocal done
-                for pair in states:
+                for pair in computed:
                     yield pair
                     done += 1
                     line.show(done / number, f"{done}/{number} documents")
 
             for shard in shards:
-                computed = counted(self._computed(shard, live, options))
-                self.write(shard, computed, f"medusa {medusa.__version__}")
-            live.finish()
+                computed = states.of_documents(self.documents, self.documents_of(shard), self.layers, options)
+                self.write(shard, counted(computed), f"medusa {medusa.__version__}")
+            states.finish()
 
     def damaged(self, shards: Iterable[int]) -> list[tuple[int, str]]:
         """Those of ``shards`` that are not as they were written, and why."""
@@ -187,18 +187,6 @@ class CachedHiddenStates(StatesDirectory):
                 f"{self.path(shard)} {damage}, although it was stored again; on several machines states_dir "
                 "must be a directory that all of them see"
             )
-
-    def _computed(
-        self, shard: int, live: OnlineHiddenStates, options: DataOptions
-    ) -> Iterator[tuple[int, Tensor]]:
-        """The states of each document of a shard."""
-        documents = self.documents_of(shard)
-        lengths = self.documents.lengths[documents.start : documents.stop]
-        for batch in plan_in_order(lengths, options, longrope_threshold(self._base)):
-            rows = [[documents.start + index for index in row] for row in batch]
-            batch_states = live(collate(self.documents, rows), self.layers)
-            for states, (index,) in zip(batch_states, rows, strict=True):
-                yield index, states[: self.documents.lengths[index]]
 
 
 @dataclass(frozen=True)
