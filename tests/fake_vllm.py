@@ -14,7 +14,6 @@ from fake_endpoint import FakeEndpoint
 from safetensors.torch import save_file
 from torch import Tensor
 
-
 _computing = threading.Lock()
 
 

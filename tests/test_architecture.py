@@ -32,7 +32,7 @@ FLOORS = (
     ("conversations", "assets"),
 )
 """The rooms of the library from top to bottom: a room imports from floors below it."""
-TRAINING = ("run", "recipes", "states", "data", "losses", "config")
+TRAINING = ("run", "recipes", "states", "data", "losses", "config", "endpoints")
 """What medusa/training is made of, from top to bottom in the same way; distillation stands beside."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

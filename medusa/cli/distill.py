@@ -91,6 +91,9 @@ class DistillOptions:
     http://localhost:8000/v1. One that dies is given up, and the others go on."""
     model: str | None = None
     """The name of the model on those servers."""
+    keep_states: bool = False
+    """Have servers of vLLM that extract hidden states write those of each answer, which train --states_from
+    reads; they run the base once then, and not a second time for training."""
     template: TemplateOptions = TemplateOptions()
     report: ReportOptions = ReportOptions()
 
@@ -153,6 +156,11 @@ def check(options: DistillOptions) -> None:
         value = getattr(options, name)
         if options.endpoint and value != default:
             raise ValueError(f"--{name} {value} is for a base in this process; --endpoint has its own")
+    if options.keep_states and not options.endpoint:
+        raise ValueError(
+            "--keep-states is for servers of vLLM (--endpoint); a base in this process keeps its states in "
+            "training, by --cache_hidden_states true"
+        )
     if options.endpoint and options.prompt_free:
         raise ValueError(
             "--prompt-free needs the model itself: a chat endpoint writes answers, not questions"
@@ -171,7 +179,10 @@ def wanted_prompts(options: DistillOptions) -> list[Prompt]:
 def _load_answerer(options: DistillOptions, log: Console) -> Answerer:
     if options.endpoint and options.model:
         say = partial(log.print, soft_wrap=True, markup=False)
-        endpoints = [ChatEndpoint(url, options.model, say=say) for url in dict.fromkeys(options.endpoint)]
+        endpoints = [
+            ChatEndpoint(url, options.model, keep_states=options.keep_states, say=say)
+            for url in dict.fromkeys(options.endpoint)
+        ]
         return EndpointAnswerer(endpoints, options.batch_size, options.max_new_tokens, say)
     device = chosen_device(options.device)
     source = find_base(options.base, trust_remote_code=options.trust_remote_code)

@@ -62,9 +62,9 @@ class Endpoint:
         self._client.close()
 
     def post(
-        self, request: Mapping[str, Any], kind: str, read: Callable[[httpx.Response], Answer | None]
+        self, request: Mapping[str, Any], kind: str, parse: Callable[[httpx.Response], Answer | None]
     ) -> Answer:
-        """What ``read`` makes of the answer to ``request``; it returns None for what no ``kind`` of server
+        """What ``parse`` makes of the answer to ``request``; it returns None for what no ``kind`` of server
         answers.
 
         Raises:
@@ -104,7 +104,7 @@ class Endpoint:
                 )
             if response.status_code != 200:
                 raise Refusal(f"{self.url} answered HTTP {response.status_code}: {response.text[:300]}")
-            answer = read(response)
+            answer = parse(response)
             if answer is not None:
                 return answer
             problem = garbage = f"endpoint {self.url} did not answer as {kind} does: {response.text[:300]}"

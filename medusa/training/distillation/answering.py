@@ -59,11 +59,21 @@ class ChatEndpoint(Endpoint):
     Args:
         url: up to and including the version, for example ``http://localhost:8000/v1``.
         model: the server's name of the model.
+        keep_states: have a server of vLLM that extracts hidden states write those of the answer too, beside
+            the prompt's.
         say: called with a message when the server asks for a longer wait.
     """
 
-    def __init__(self, url: str, model: str, *, say: Callable[[str], None] = lambda text: None):
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        keep_states: bool = False,
+        say: Callable[[str], None] = lambda text: None,
+    ):
         super().__init__(url, "/chat/completions", model, say=say)
+        self.keep_states = keep_states
 
     def answer(
         self,
@@ -88,6 +98,7 @@ class ChatEndpoint(Endpoint):
             "seed": seed,
             **({"tools": options.pop("tools")} if options.get("tools") else {}),
             **({"chat_template_kwargs": options} if options else {}),
+            **({"kv_transfer_params": {"include_output_tokens": True}} if self.keep_states else {}),
         }
         return self.post(request, "an OpenAI-compatible chat server", _reply)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import httpx
 import numpy as np
@@ -40,8 +40,8 @@ in bfloat16."""
 SECONDS_UNREADABLE = 30.0
 """For so long a file may be missing or cut short: it is being written."""
 SECONDS_BETWEEN_LOOKS = 2.0
-NUM_JUDGED = 8
-"""Documents from files whose states are held against their text."""
+NUM_CHECKED = 8
+"""Documents whose states are held against what the engine says of them: of each server, and of the files."""
 
 
 class ServedHiddenStates:
@@ -87,7 +87,7 @@ class ServedHiddenStates:
                     "states_from must name directories of files that vLLM wrote, or addresses of its "
                     f"servers, as http://localhost:8000/v1; got {str(directory)!r}, no directory here"
                 )
-        self._pool: EndpointPool[StatesEndpoint, _Asked, Tensor] | None = None
+        self._pool: EndpointPool[StatesEndpoint, _Question, Tensor] | None = None
         if urls:
             servers = [StatesEndpoint(url, say=say) for url in urls]
             self._pool = EndpointPool(servers, CONCURRENCY, self._ask, say)
@@ -122,13 +122,8 @@ class ServedHiddenStates:
             yield index, self._padded(documents, index, states)
             used.append(path)
             left.remove(index)
-        for asked, outcome in self._answers(left, documents, order):
-            if isinstance(outcome, Refusal):
-                raise ValueError(
-                    f"a document of {len(asked.tokens)} tokens was refused: {outcome}; a smaller max_length "
-                    "makes documents shorter, and vLLM's --max-model-len takes longer ones"
-                )
-            yield asked.document, self._padded(documents, asked.document, outcome)
+        for question, outcome in self._answers(left, documents, order):
+            yield question.document, self._padded(documents, question.document, cast(Tensor, outcome))
         if self._deletes_read:
             for path in used:
                 _delete(path)
@@ -153,7 +148,7 @@ class ServedHiddenStates:
         return [in_files.index(layer) for layer in (last, *layers)] + [len(in_files)]
 
     def _present(self, wanted: Sequence[int]) -> Iterator[int]:
-        """Those of the ``wanted`` documents that files have; all, as they come, where no server is asked."""
+        """Those of the ``wanted`` documents that files have; all, as they come, where there is no server."""
         files = self._files
         assert files is not None
         waiting = set(wanted) if self._directories else set()
@@ -161,12 +156,12 @@ class ServedHiddenStates:
         was_told = False
         while waiting:
             num_files = files.look()
-            there = sorted(waiting & files.path_of.keys())
-            yield from there
-            waiting -= set(there)
+            present = sorted(waiting & files.path_of.keys())
+            yield from present
+            waiting -= set(present)
             if self._pool is not None or not waiting:
                 return
-            if there or num_files:
+            if present or num_files:
                 since = time.monotonic()
             elif time.monotonic() - since > self._seconds:
                 raise TimeoutError(
@@ -182,22 +177,28 @@ class ServedHiddenStates:
 
     def _answers(
         self, wanted: Sequence[int], documents: Documents, order: Sequence[int]
-    ) -> Iterator[tuple[_Asked, Tensor | Refusal]]:
+    ) -> Iterator[tuple[_Question, Tensor | Refusal]]:
         """The states of the ``wanted`` documents from the servers."""
         if self._pool is None or not wanted:
             return
-        asked = (
-            _Asked(index, documents[index].tokens[: prompt_length(documents, index)], order)
+        questions = (
+            _Question(index, documents[index].tokens[: prompt_length(documents, index)], order)
             for index in wanted
         )
-        yield from self._pool.outcomes(lambda: next(asked, None))
+        yield from self._pool.outcomes(lambda: next(questions, None))
 
-    def _ask(self, server: StatesEndpoint, asked: _Asked) -> Tensor:
-        answer = server.states_of(asked.tokens.tolist())
-        states = self._normed(_read_file(answer.path, asked.tokens, self._size, asked.order))
+    def _ask(self, server: StatesEndpoint, question: _Question) -> Tensor:
+        try:
+            answer = server.states_of(question.tokens.tolist())
+        except Refusal as refusal:
+            raise ValueError(
+                f"a document of {len(question.tokens)} tokens was refused: {refusal}; a smaller max_length "
+                "makes documents shorter, and vLLM's --max-model-len takes longer ones"
+            ) from refusal
+        states = self._normed(_read_file(answer.path, question.tokens, self._size, question.order))
         _delete(answer.path)
-        if not server.is_checked:
-            server.is_checked = True
+        if server.num_checked < NUM_CHECKED:
+            server.num_checked += 1
             self._check(states[-1:], answer, server)
         return states
 
@@ -221,7 +222,7 @@ class ServedHiddenStates:
     def _judge(self, states: Tensor, documents: Documents, index: int, path: Path) -> None:
         """Raise ValueError where ``states`` of one of the first documents foresee its text worse than a guess
         among all tokens would."""
-        if self._num_judged >= NUM_JUDGED:
+        if self._num_judged >= NUM_CHECKED:
             return
         self._num_judged += 1
         tokens, is_label = documents[index]
@@ -253,8 +254,7 @@ class ServedHiddenStates:
         """States (n, 1 + L, D), the last layer's first, as heads read them: (n, (1 + L) * D)."""
         place = next((each.device for each in self._norm.parameters()), self.base.device)
         last = states[:, 0].to(place, self.base.dtype)
-        with torch.autocast(last.device.type, enabled=False):
-            normed = self._norm(last).to(states.device)
+        normed = self._norm(last).to(states.device)
         return torch.cat([normed, states[:, 1:].flatten(1).to(normed)], dim=1)
 
     def _padded(self, documents: Documents, index: int, states: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ def prompt_length(documents: Documents, index: int) -> int:
     return int(labels[-1]) if len(labels) else 0
 
 
-class _Asked(NamedTuple):
+class _Question(NamedTuple):
     """A document that a server is asked for."""
 
     document: int
@@ -293,8 +293,8 @@ class StatesEndpoint(Endpoint):
     def __init__(self, url: str, *, say: Callable[[str], None] = lambda text: None):
         """``url`` as for :class:`medusa.training.endpoints.Endpoint`."""
         super().__init__(url, "/completions", "", say=say)
-        self.is_checked = False
-        """Whether states of it were held against its own log-probabilities."""
+        self.num_checked = 0
+        """Documents whose states were held against its own log-probabilities."""
 
     def states_of(self, tokens: Sequence[int]) -> _Answer:
         """The file with the states of ``tokens``.
@@ -405,7 +405,7 @@ def _read_file(path: Path, tokens: np.ndarray, size: int, order: Sequence[int]) 
         ConnectionError: it does not come.
     """
     tensors = _tensors(path)
-    places, num_layers = order[:-1], order[-1]
+    *places, num_layers = order
     length = len(tensors.get("token_ids", ()))
     states = tensors.get("hidden_states", torch.empty(0))
     if states.shape != (length, num_layers, size):
@@ -420,7 +420,7 @@ def _read_file(path: Path, tokens: np.ndarray, size: int, order: Sequence[int]) 
     scales = tensors.get("hidden_states_scales")  # (n, 1, 1), of speculators' states in FP8
     if scales is not None:
         states = states.float() * scales[: len(tokens)]
-    return states[:, list(places)]
+    return states[:, places]
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
@@ -459,22 +459,22 @@ def final_norm(base: CausalLM) -> nn.Module:
         ValueError: something else comes between them.
     """
     outputs: list[tuple[nn.Module, Tensor]] = []
-    read: list[Tensor] = []
+    inputs: list[Tensor] = []
 
     def note(module: nn.Module, _args: tuple, output: Any) -> None:
-        if torch.is_tensor(output) and not isinstance(module, nn.Embedding):
+        if torch.is_tensor(output) and module is not base.get_input_embeddings():
             outputs.append((module, output))
 
     parts = [module for module in base.get_decoder().modules() if not list(module.children())]
     hooks = [module.register_forward_hook(note) for module in parts]
-    hooks.append(lm_head(base).register_forward_pre_hook(lambda _module, args: read.append(args[0])))
+    hooks.append(lm_head(base).register_forward_pre_hook(lambda _module, args: inputs.append(args[0])))
     try:
         base(input_ids=torch.zeros(1, 2, dtype=torch.long, device=base.device), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
     for module, output in reversed(outputs):
-        if read and output.shape == read[-1].shape and torch.equal(output.to(read[-1]), read[-1]):
+        if inputs and output.shape == inputs[-1].shape and torch.equal(output.to(inputs[-1]), inputs[-1]):
             return module
     raise ValueError(
         f"states_from needs a base whose LM head reads the output of its final norm, and in "
