@@ -53,7 +53,6 @@ def serve(tmp_path, monkeypatch):
     monkeypatch.setattr(endpoints, "FIRST_WAIT", 0.001)
     monkeypatch.setattr(endpoints, "MAX_ATTEMPTS", 2)
     monkeypatch.setattr(served, "SECONDS_BETWEEN_LOOKS", 0.01)
-    monkeypatch.setattr(served, "SECONDS_UNREADABLE", 0.2)
     (tmp_path / "states").mkdir()
     started: list[FakeVllm] = []
 
@@ -264,7 +263,8 @@ def test_states_that_do_not_come_are_waited_for_so_long(serve, tmp_path, without
     )
 
 
-def test_a_file_that_was_cut_short_is_refused_once_it_is_old(serve, tmp_path, without_layers):
+def test_a_file_that_was_cut_short_is_refused_once_it_is_old(serve, tmp_path, without_layers, monkeypatch):
+    monkeypatch.setattr(served, "SECONDS_UNREADABLE", 0.2)
     (tmp_path / "states" / "a.safetensors").write_bytes(b"\x10" * 30)
     states = ServedHiddenStates(without_layers, [str(tmp_path / "states")])
     assert_refused(
@@ -277,6 +277,7 @@ def test_a_file_that_was_cut_short_is_refused_once_it_is_old(serve, tmp_path, wi
 def test_a_server_that_writes_nowhere_is_given_up(serve, tmp_path, without_layers, monkeypatch):
     server = serve()
     monkeypatch.setattr("fake_vllm.write_states", lambda *_: None)
+    monkeypatch.setattr(served, "SECONDS_UNREADABLE", 0.2)
     states = ServedHiddenStates(without_layers, [server.url])
     assert_refused(
         lambda: stored(tmp_path / "ours", documents_of(), states),
