@@ -24,6 +24,7 @@ from medusa.training.config import BaseOptions, DataOptions
 from medusa.training.data.batching import collate
 from medusa.training.data.dataset import Document, Documents
 from medusa.training.run import job
+from medusa.training.states import format as states_format
 from medusa.training.states import served
 from medusa.training.states.base import OnlineHiddenStates, load_without_layers
 from medusa.training.states.served import ServedHiddenStates, final_norm, prompt_length
@@ -139,6 +140,15 @@ def test_files_are_read_while_they_appear_and_deleted_where_told(serve, tmp_path
     assert_those_of_the_base(stored(tmp_path / "ours", documents, states), documents)
     writer.join()
     assert not list(directory.iterdir())
+
+
+def test_no_file_is_deleted_before_its_states_are_stored(serve, tmp_path, without_layers, monkeypatch):
+    documents = documents_of()
+    write_odd(tmp_path / "states", documents)
+    states = ServedHiddenStates(without_layers, [str(tmp_path / "states")], deletes_read=True)
+    monkeypatch.setattr(states_format, "save_file", lambda *_, **__: (_ for _ in ()).throw(OSError("full")))
+    assert_refused(lambda: stored(tmp_path / "ours", documents, states), OSError, "full")
+    assert len(list((tmp_path / "states").iterdir())) == len(documents)
 
 
 def test_servers_are_asked_for_what_no_file_has(serve, tmp_path, without_layers):

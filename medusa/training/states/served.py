@@ -87,11 +87,12 @@ class ServedHiddenStates:
                     "states_from must name directories of files that vLLM wrote, or addresses of its "
                     f"servers, as http://localhost:8000/v1; got {str(directory)!r}, no directory here"
                 )
-        self._pool: EndpointPool[StatesEndpoint, _Question, Tensor] | None = None
+        self._pool: EndpointPool[StatesEndpoint, _Question, _Computed] | None = None
         if urls:
             servers = [StatesEndpoint(url, say=say) for url in urls]
             self._pool = EndpointPool(servers, CONCURRENCY, self._ask, say)
         self._files: _FilesOfDocuments | None = None
+        self._used: list[Path] = []  # files of the shard that is being stored
         self._num_judged = 0
 
     def of_documents(
@@ -105,10 +106,10 @@ class ServedHiddenStates:
             ConnectionError, PermissionError: no server answers any more.
             TimeoutError: no new file came.
         """
+        self.finish()
         order = self._order(layers)
         if self._files is None or self._files.documents is not documents:
             self._files = _FilesOfDocuments(self._directories, documents)
-        used: list[Path] = []
         left: list[int] = []
         for index in wanted:
             if not prompt_length(documents, index):
@@ -120,16 +121,16 @@ class ServedHiddenStates:
             states = self._read(path, documents, index, order)
             self._judge(states, documents, index, path)
             yield index, self._padded(documents, index, states)
-            used.append(path)
+            self._used.append(path)
             left.remove(index)
-        for question, outcome in self._answers(left, documents, order):
-            yield question.document, self._padded(documents, question.document, cast(Tensor, outcome))
-        if self._deletes_read:
-            for path in used:
-                _delete(path)
+        for index, states in self._answers(left, documents, order):
+            yield index, self._padded(documents, index, states)
 
     def finish(self) -> None:
-        """Nothing is left to do: processes ask for their documents by themselves."""
+        """Delete the files whose states are stored, where told; no process waits for another."""
+        for path in self._used if self._deletes_read else ():
+            _delete(path)
+        self._used.clear()
 
     @property
     def _size(self) -> int:
@@ -177,17 +178,22 @@ class ServedHiddenStates:
 
     def _answers(
         self, wanted: Sequence[int], documents: Documents, order: Sequence[int]
-    ) -> Iterator[tuple[_Question, Tensor | Refusal]]:
-        """The states of the ``wanted`` documents from the servers."""
+    ) -> Iterator[tuple[int, Tensor]]:
+        """The states of the ``wanted`` documents from the servers, by their indices."""
         if self._pool is None or not wanted:
             return
         questions = (
             _Question(index, documents[index].tokens[: prompt_length(documents, index)], order)
             for index in wanted
         )
-        yield from self._pool.outcomes(lambda: next(questions, None))
+        for question, outcome in self._pool.outcomes(lambda: next(questions, None)):
+            computed = cast(_Computed, outcome)
+            if computed.server.num_checked < NUM_CHECKED:
+                computed.server.num_checked += 1
+                self._check(computed)
+            yield question.document, computed.states
 
-    def _ask(self, server: StatesEndpoint, question: _Question) -> Tensor:
+    def _ask(self, server: StatesEndpoint, question: _Question) -> _Computed:
         try:
             answer = server.states_of(question.tokens.tolist())
         except Refusal as refusal:
@@ -197,14 +203,12 @@ class ServedHiddenStates:
             ) from refusal
         states = self._normed(_read_file(answer.path, question.tokens, self._size, question.order))
         _delete(answer.path)
-        if server.num_checked < NUM_CHECKED:
-            server.num_checked += 1
-            self._check(states[-1:], answer, server)
-        return states
+        return _Computed(server, answer, states)
 
-    def _check(self, state: Tensor, answer: _Answer, server: StatesEndpoint) -> None:
-        """Raise ValueError where the LM head makes of ``state`` (1, D) something else than the server."""
-        logits = self._logits(state)[0]
+    def _check(self, computed: _Computed) -> None:
+        """Raise ValueError where the LM head makes of the last state something else than the server."""
+        server, answer, states = computed
+        logits = self._logits(states[-1:])[0]
         if answer.token >= len(logits):
             raise ValueError(
                 f"{server.url} answered with token {answer.token}, and {self.base.name_or_path!r} has "
@@ -285,6 +289,14 @@ class _Answer(NamedTuple):
     path: Path
     token: int
     log_probability: float
+
+
+class _Computed(NamedTuple):
+    """The states of a document as heads read them, and whose they are."""
+
+    server: StatesEndpoint
+    answer: _Answer
+    states: Tensor  # (n, (1 + L) * D)
 
 
 class StatesEndpoint(Endpoint):
