@@ -15,6 +15,7 @@ from tiny_chat import chat_tokenizer
 from medusa import CandidateTree, MedusaModel
 from medusa.decoding.batch import Batch
 from medusa.serving.application import create_application
+from medusa.serving.model_pool import ModelPool
 from medusa.serving.output_parser import Part
 from medusa.serving.server import SignalledServer, bound_socket
 from medusa.serving.service import Service
@@ -96,8 +97,9 @@ def running(
 ) -> Iterator[Running]:
     service = tiny_service(model, num_owners=len(access.api_key) if access else 0, **options)
     listening = bound_socket("127.0.0.1", 0)
-    app = create_application(service, access or AccessOptions())
-    server = SignalledServer(uvicorn.Config(app, log_level="error"), service, grace_seconds)
+    pool = ModelPool.of(service)
+    app = create_application(pool, access or AccessOptions())
+    server = SignalledServer(uvicorn.Config(app, log_level="error"), pool, grace_seconds)
     service.start()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()

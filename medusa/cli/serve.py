@@ -42,6 +42,7 @@ def serve(options: ServeOptions) -> list[str]:
     """Serve until SIGINT or SIGTERM."""
     from medusa.cli.loading import learn_from_use, load_model  # which import torch, as all of these do
     from medusa.serving.gate import is_loopback
+    from medusa.serving.model_pool import ModelPool
     from medusa.serving.server import bound_socket, check_certificate, run_server
     from medusa.serving.service import Service
 
@@ -74,7 +75,7 @@ def serve(options: ServeOptions) -> list[str]:
         if learns:
             learn_from_use(model, options.model, options.service.plain)
         service = Service(model, served, options.template.template_kwargs, len(keys))
-        run_server(service, access, bound, address)
+        run_server(ModelPool.of(service), access, bound, address)
     return []  # its first line said where it answers
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -19,6 +21,7 @@ from pydantic import BeforeValidator, Field, StrictBool
 
 from medusa.serving.dialects import BlockReplies, Conversation, Dialect, ReplyContext
 from medusa.serving.json_repair import repaired
+from medusa.serving.model_pool import ServedModel
 from medusa.serving.replies import RequestError
 from medusa.serving.requests import (
     FIRST_ALONE,
@@ -33,6 +36,7 @@ from medusa.serving.requests import (
     Tool,
     Whole,
     json_value,
+    shortened,
 )
 from medusa.serving.service import Service
 from medusa.serving.worker import Update
@@ -41,12 +45,40 @@ OLLAMA_VERSION = "0.12.0"
 """Of Ollama, whose protocol this is: clients such as Copilot ask for 0.6.4 or newer."""
 
 
+SECONDS_OF = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+"""Units of a duration, as Go writes it."""
+DURATION_PART = re.compile(r"([0-9]+(?:\.[0-9]*)?)(ns|us|µs|ms|s|m|h)")
+NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
+
+
 def _no_images(images: Any) -> None:
     if images:
         raise ValueError("this server reads nothing but text; leave images out")
 
 
 NoImages = Annotated[None, BeforeValidator(_no_images)]
+
+
+def _keep_seconds(keep_alive: Any) -> float | None:
+    """Seconds that the model stays after a request; infinite for a negative time, as in Ollama."""
+    if keep_alive is None or keep_alive == "":
+        return None
+    text = str(keep_alive)
+    sign = text.startswith("-")
+    parts = DURATION_PART.findall(text.lstrip("-"))
+    if NUMBER.fullmatch(text):
+        seconds = abs(float(text))
+    elif parts and "".join(map("".join, parts)) == text.lstrip("-"):
+        seconds = sum(float(number) * SECONDS_OF[unit] for number, unit in parts)
+    else:
+        raise ValueError(
+            f"must be seconds, or a time such as 5m or 1h30m, got {shortened(text)!r}; negative is for ever"
+        )
+    return math.inf if sign and seconds else seconds
+
+
+KeepAlive = Annotated[float | None, BeforeValidator(_keep_seconds)]
+"""How long the model stays after a request, in seconds."""
 
 
 class CalledFunction(Body):
@@ -116,8 +148,11 @@ class OllamaRequest(Dialect):
     options: OllamaOptions | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: StrictBool | Literal["low", "medium", "high"] | None = None
-    keep_alive: str | float | None = None
-    """Ignored: the model stays while the server runs."""
+    keep_alive: KeepAlive = None
+
+    @property
+    def keep_seconds(self) -> float | None:
+        return self.keep_alive
 
     @property
     def says_nothing(self) -> bool:
@@ -140,8 +175,7 @@ class OllamaRequest(Dialect):
     def told_at_once(self, model_name: str) -> dict[str, Any] | None:
         if not self.says_nothing:
             return None
-        is_put_down = self.keep_alive in (0, "0", "0s")
-        reason = "unload" if is_put_down else "load"
+        reason = "unload" if self.keep_alive == 0 else "load"
         return {**_head(model_name), **self.answer_of({}), "done": True, "done_reason": reason}
 
     def answer_of(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -331,25 +365,35 @@ class ShowRequest(Body):
     verbose: StrictBool | None = None
 
 
-def ollama_card(service: Service, name: str) -> dict[str, Any]:
+def ollama_card(model: ServedModel, name: str) -> dict[str, Any]:
     """The model as ``GET /api/tags`` lists it under a name."""
-    path = Path(service.model.base.name_or_path or "")
+    path = Path(model.path)
     files = [path] if path.is_file() else [*path.glob("*.safetensors")]
-    num_bytes = sum(file.stat().st_size for file in files) if service.model.base.name_or_path else 0
     return {
         "name": name,
         "model": name,
-        "modified_at": service.began_at,
-        "size": num_bytes,
-        "digest": hashlib.sha256(service.names[0].encode()).hexdigest(),
-        "details": _details(service),
+        "modified_at": model.began_at,
+        "size": sum(file.stat().st_size for file in files) if model.path else 0,
+        "digest": hashlib.sha256(model.names[0].encode()).hexdigest(),
+        "details": _details(model),
     }
 
 
-def ollama_facts(service: Service, request: ShowRequest) -> dict[str, Any]:
+def loaded_card(model: ServedModel) -> dict[str, Any]:
+    """The model, which is in memory, as ``GET /api/ps`` lists it: the memory that is planned for it, where
+    that is known, and when it is put down."""
+    card = ollama_card(model, model.names[0])
+    return {
+        **card,
+        "size": model.num_bytes or card["size"],
+        "size_vram": 0,
+        "context_length": model.context,
+        "expires_at": model.expires_at.isoformat().replace("+00:00", "Z"),
+    }
+
+
+def ollama_facts(model: ServedModel, service: Service) -> dict[str, Any]:
     """What ``POST /api/show`` tells about the model, by which clients know what they may ask of it."""
-    service.check_name(request.model or request.name)
-    family = _details(service)["family"]
     is_thinking = bool(service.output_format.unsearched[1])
     can = {
         "completion": True,
@@ -358,12 +402,12 @@ def ollama_facts(service: Service, request: ShowRequest) -> dict[str, Any]:
         "thinking": is_thinking,
     }
     return {
-        "modified_at": service.began_at,
-        "details": _details(service),
+        "modified_at": model.began_at,
+        "details": _details(model),
         "model_info": {
-            "general.architecture": family,
-            "general.basename": service.names[0],
-            f"{family}.context_length": service.context,
+            "general.architecture": model.family,
+            "general.basename": model.names[0],
+            f"{model.family}.context_length": model.context,
         },
         "capabilities": [name for name, is_there in can.items() if is_there],
         "template": str(service.tokenizer.chat_template or ""),
@@ -373,15 +417,12 @@ def ollama_facts(service: Service, request: ShowRequest) -> dict[str, Any]:
     }
 
 
-def _details(service: Service) -> dict[str, Any]:
-    base = service.model.base
-    family = base.config.model_type
-    is_file = str(base.name_or_path or "").endswith(".gguf")
+def _details(model: ServedModel) -> dict[str, Any]:
     return {
         "parent_model": "",
-        "format": "gguf" if is_file else "safetensors",
-        "family": family,
-        "families": [family],
+        "format": "gguf" if model.path.endswith(".gguf") else "safetensors",
+        "family": model.family,
+        "families": [model.family],
         "parameter_size": "",
         "quantization_level": "",
     }

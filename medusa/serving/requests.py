@@ -138,6 +138,11 @@ class Body(BaseModel):
         return body
 
     @property
+    def keep_seconds(self) -> float | None:
+        """How long the model stays in memory after this request; None is what the server says."""
+        return None
+
+    @property
     def as_sent(self) -> dict[str, Any]:
         """The part as it came, in the order of its keys, which a chat template may show to the model."""
         return self._as_sent
@@ -355,6 +360,11 @@ class SharedFields(Body):
     def own_name(cls, field: str) -> str:
         """What a client calls this field of :attr:`asked`."""
         return field
+
+    @classmethod
+    def own_error(cls, error: Any) -> Any:
+        """``error``, with the names that fields have here."""
+        return error
 
     @property
     def num_logprobs(self) -> int | None:

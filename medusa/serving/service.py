@@ -113,6 +113,7 @@ class Service:
     Args:
         template_options: default chat template options.
         num_owners: clients with a key of their own, among whom the suffix cache is divided.
+        metrics: counters that go on here.
 
     Raises:
         ValueError: the model has no tokenizer, or its steps cannot be shared.
@@ -124,6 +125,7 @@ class Service:
         options: ServiceOptions,
         template_options: Mapping[str, Any] | None = None,
         num_owners: int = 1,
+        metrics: ServerMetrics | None = None,
     ):
         if model.tokenizer is None:
             raise ValueError("a server needs a tokenizer; pass tokenizer= to MedusaModel.from_pretrained")
@@ -159,10 +161,11 @@ class Service:
         if options.allow_plain:
             few = replace(self.limits, max_rows=PLAIN_ROWS, max_waiting=PLAIN_ROWS, prefix_bytes=0)
             batches[True] = model.continuous_batch(few, plain=True)
-        self.metrics = ServerMetrics(batches, model.learning, self.store)
+        self.metrics = metrics or ServerMetrics()
         self.worker = Worker(batches, self.metrics, model.learning)
+        self.metrics.watch(batches, lambda: self.worker.num_added, model.learning, self.store)
+        self.count_as_busy(lambda: False)
         if model.learning is not None:
-            model.learning.is_busy = lambda: self.worker.num_active > 0
             model.learning.on_new_heads = self.use_heads
         self._corpora: dict[Hashable, SuffixCorpus] = {}
         if options.suffix_cache_mib:
@@ -172,9 +175,29 @@ class Service:
         """New requests are refused."""
 
     def start(self) -> None:
-        """Decode from here on."""
+        """Decode from here on; the log says how."""
+        log.info(
+            "key-value cache: room for %s tokens, and %s MiB for texts that have ended",
+            f"{self.limits.max_slots:,}",
+            f"{self.limits.prefix_bytes / 2**20:,.0f}",
+        )
         self._chat_template.start()
         self.worker.start()
+        log.info("clients call the model %r", self.names[0])
+        sources = " and ".join(self.sampling_sources) or "OpenAI's defaults"
+        log.info("sampling where a request leaves it out: %s (%s)", self.sampling, sources)
+        if self.tokenizer.chat_template is None:
+            log.info("the base has no chat template: /v1/completions only, and no chat page")
+
+    def count_as_busy(self, is_other_work: Callable[[], bool]) -> None:
+        """Have heads learn only while this model does nothing, nor is there other work."""
+        if self.model.learning is not None:
+            self.model.learning.is_busy = lambda: self.worker.num_active > 0 or is_other_work()
+
+    def pause_learning(self) -> None:
+        """Have learning stand still: something is asked, perhaps of another model."""
+        if self.model.learning is not None:
+            self.model.learning.pause()
 
     def use_heads(self, directory: Path) -> None:
         """Draft with the heads in ``directory`` once no answer is under way; prefixes that were read stay."""
@@ -478,7 +501,6 @@ class Service:
 
     def check(self, request: SharedFields) -> None:
         """Checks a request before anything is computed for it."""
-        self.check_name(request.model)
         if request.medusa_plain and not self.options.allow_plain:
             raise RequestError(
                 "this server has no medusa_plain, which takes time from all others; leave it out, or have "
@@ -513,17 +535,6 @@ class Service:
             self.worker.check_room(request.medusa_plain, request.num_answers)
         except QueueFull as error:
             raise overloaded() from error
-
-    def real_name(self, name: str | None) -> str:
-        """The name that answers have where a client calls the model ``name``, or nothing."""
-        return name if name in self.names and name is not None else self.names[0]
-
-    def check_name(self, name: str | None) -> None:
-        """Raise RequestError unless clients may call the model ``name``, or nothing."""
-        if name and not self.options.any_model_name and name not in self.names:
-            served_names = ", ".join(map(repr, self.names))
-            text = f"the model {shortened(name)!r} is not here; there is {served_names}"
-            raise RequestError(text, 404, "model", "model_not_found")
 
     def answers(
         self,
@@ -664,7 +675,6 @@ class Service:
 
     def tokens(self, request: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a text or a conversation."""
-        self.check_name(request.model)
         if request.prompt is None:
             ids = self.chat_prompt(request.chat)
         else:
@@ -675,12 +685,10 @@ class Service:
 
     def num_tokens(self, request: Dialect) -> dict[str, Any]:
         """The number of tokens of a conversation, as Anthropic's clients read it."""
-        self.check_name(request.model)
         return {"input_tokens": len(self.chat_prompt(request.chat))}
 
     def text(self, request: DetokenizeRequest) -> dict[str, Any]:
         """The text of tokens."""
-        self.check_name(request.model)
         self._check_tokens(request.tokens, "tokens")
         return {"prompt": self.text_of(request.tokens)}
 
@@ -703,24 +711,13 @@ class Service:
         }
 
     def close(self) -> None:
-        """Decode and learn nothing more."""
+        """Decode and learn nothing more; what is to be stored is written."""
         self.worker.close()
+        self.metrics.unwatch()
         if self.store is not None:
             self.store.close()
         if self.model.learning is not None:
             self.model.learning.close()
-
-    def model_card(self, name: str) -> Mapping[str, Any]:
-        """The entry of ``GET /v1/models`` under a name."""
-        return {
-            "id": name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "medusa",
-            "root": self.names[0],
-            "max_model_len": self.context,
-            "context_length": self.context,
-        }
 
 
 def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

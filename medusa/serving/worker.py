@@ -113,7 +113,6 @@ class Worker:
         self._active: set[Answer] = set()
         self._when_idle: list[Callable[[], None]] = []
         self._is_closing = False
-        metrics.num_submitted = lambda: len(self._added)
         self._thread = threading.Thread(target=self._run, name="medusa-decoding", daemon=True)
 
     def start(self) -> None:
@@ -139,6 +138,11 @@ class Worker:
     def num_active(self) -> int:
         """Answers that have not ended."""
         return len(self._active) + len(self._added)
+
+    @property
+    def num_added(self) -> int:
+        """Answers that the batches do not know of yet."""
+        return len(self._added)
 
     def submit(self, answers: Sequence[Answer]) -> None:
         """Have ``answers``, of one request, decoded; all of them or none.
