@@ -96,20 +96,29 @@ def running(
     **options,
 ) -> Iterator[Running]:
     service = tiny_service(model, num_owners=len(access.api_key) if access else 0, **options)
+    with running_pool(ModelPool.of(service), access, grace_seconds) as (port, server):
+        yield Running(service, port, server)
+
+
+@contextmanager
+def running_pool(
+    pool: ModelPool, access: AccessOptions | None = None, grace_seconds: float = 30.0
+) -> Iterator[tuple[int, SignalledServer]]:
+    """The port of a server of ``pool``, and the server."""
     listening = bound_socket("127.0.0.1", 0)
-    pool = ModelPool.of(service)
     app = create_application(pool, access or AccessOptions())
     server = SignalledServer(uvicorn.Config(app, log_level="error"), pool, grace_seconds)
-    service.start()
+    pool.start()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
         wait_until(lambda: server.started)
-        yield Running(service, listening.getsockname()[1], server)
+        yield listening.getsockname()[1], server
     finally:
         server.should_exit = True
         thread.join()
-        service.worker.close()
+        for model in pool.loaded:
+            model.service.worker.close()
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:

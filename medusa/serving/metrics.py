@@ -182,7 +182,9 @@ class _ByModel(Collector):
                 )
                 for sample in family.samples:
                     merged.add_sample(sample.name, {"model_name": name, **sample.labels}, sample.value)
-        loaded = GaugeMetricFamily(f"{PREFIX}model_loaded", "Whether a model is in memory", labels=["model_name"])
+        loaded = GaugeMetricFamily(
+            f"{PREFIX}model_loaded", "Whether a model is in memory", labels=["model_name"]
+        )
         for name, metrics in self.metrics.items():
             loaded.add_metric([name], float(metrics.is_loaded))
         return [*families.values(), loaded]

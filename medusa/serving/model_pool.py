@@ -219,7 +219,9 @@ class ModelPool:
         Raises:
             RequestError: there are several and none is called so, or other names are refused.
         """
-        known = None if name is None else self._by_name.get(name, self._by_name.get(name.removesuffix(LATEST)))
+        known = (
+            None if name is None else self._by_name.get(name, self._by_name.get(name.removesuffix(LATEST)))
+        )
         if known is not None:
             return known
         if name and (len(self.models) > 1 or not self.options.any_model_name):
@@ -248,9 +250,9 @@ class ModelPool:
         assert model.service is not None
         model.num_users += 1
         model.is_unwanted = False
-        for other in self.loaded:  # they share the machine
-            assert other.service is not None
-            other.service.pause_learning()
+        for other in self.models:  # their learning would take from this one's time
+            if other is not model and other.service is not None:
+                other.service.pause_learning()
         return Lease(model, model.service, functools.partial(self._released, model, keep_seconds))
 
     async def _step_of_loading(self, model: ServedModel) -> None:
@@ -260,7 +262,7 @@ class ModelPool:
         if model.num_bytes > self.budget:
             raise RequestError(
                 f"the model {model.names[0]!r} takes {gigabytes(model.num_bytes)} with its caches, and this "
-                f"server may take {gigabytes(int(self.budget))}; ask for a smaller one, or have the server "
+                f"server may take {gigabytes(self.budget)}; ask for a smaller one, or have the server "
                 "started with a larger --memory-mib",
                 503,
                 "model",
@@ -301,6 +303,9 @@ class ModelPool:
     async def _has_room(self, model: ServedModel) -> bool:
         """Put down what must go for ``model``, the idle first, then what was used longest ago; False where
         nobody waits for it any more."""
+        for other in self.loaded:  # who waited for one that has just been loaded gets it first
+            while other.num_waiting and other.is_ready:
+                await asyncio.sleep(0)
         left = self.budget - sum(other.num_bytes for other in self.loaded)
         leaving = []
         for other in sorted(self.loaded, key=lambda other: (other.num_users > 0, other.last_used)):
@@ -394,10 +399,19 @@ class ModelPool:
             raise RequestError(text, 503, "model", "model_not_loaded", RETRY_AFTER)
 
     def start(self) -> None:
-        """Decode with what is loaded."""
-        for model in self.loaded:
-            assert model.service is not None
-            model.service.start()
+        """Decode with what is loaded; the log says what the others will take."""
+        for model in self.models:
+            if model.service is not None:
+                model.service.start()
+                continue
+            fits = "" if model.num_bytes <= self.budget else ", which is refused: that is more"
+            log.info(
+                "%r takes %s of %s once it is asked for%s",
+                model.names[0],
+                gigabytes(model.num_bytes),
+                gigabytes(self.budget),
+                fits,
+            )
 
     def drain(self) -> None:
         """Refuse new requests from here on."""

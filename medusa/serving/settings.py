@@ -89,6 +89,29 @@ class ServiceOptions:
 
 
 @dataclass(frozen=True)
+class PoolOptions:
+    """Several models behind one server: the one that a request names is loaded when it is asked for."""
+
+    models: tuple[str, ...] = ()
+    """Models in place of --base: each a base as there, or NAME=BASE, or a directory whose GGUF files and
+    model directories are all served. Requests choose by name, and the first answers those that name none."""
+    memory_mib: int | None = None
+    """Memory that loaded models may take together, caches included, in MiB. Where another one is asked for
+    and there is no room, idle ones are put down; one that answers is not cut, and the other waits. None is
+    seven eighths of what is free at the start."""
+    idle_minutes: float | None = None
+    """Minutes without a request after which a model is put down; 0 is at once. Clients of Ollama's protocol
+    may say so themselves, by keep_alive. None is 15."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "memory_mib")
+        check_at_least(self, 0, "idle_minutes")
+        for name in ("memory_mib", "idle_minutes"):
+            if getattr(self, name) is not None and not self.models:
+                raise ValueError(f"{name} goes with models, which are loaded on demand; give --models")
+
+
+@dataclass(frozen=True)
 class AddressOptions:
     """Where to listen."""
 

@@ -26,7 +26,7 @@ from tiny_server import tiny_service, wait_until
 from medusa.base.sampling_advice import SamplingAdvice
 from medusa.cli import loading
 from medusa.cli.main import main
-from medusa.cli.serve import model_names
+from medusa.cli.served_models import model_names
 from medusa.serving import server
 from medusa.serving.model_pool import ModelPool
 from medusa.serving.settings import AccessOptions, AddressOptions
@@ -147,7 +147,9 @@ def test_clients_can_connect_from_the_moment_that_the_server_says_ready(monkeypa
         with server.bound_socket("127.0.0.1", 0) as bound:
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(bound.getsockname(), timeout=5)
-            server.run_server(ModelPool.of(tiny_service(chat_model())), AccessOptions(), bound, AddressOptions())
+            server.run_server(
+                ModelPool.of(tiny_service(chat_model())), AccessOptions(), bound, AddressOptions()
+            )
     finally:
         server.log.removeFilter(connect)
     assert connected
@@ -163,7 +165,12 @@ def served(monkeypatch, bound, **address):
         run(self, sockets)
 
     monkeypatch.setattr(server.SignalledServer, "run", noted)
-    given = ModelPool.of(tiny_service(chat_model())), AccessOptions(), bound, AddressOptions(grace=1.0, **address)
+    given = (
+        ModelPool.of(tiny_service(chat_model())),
+        AccessOptions(),
+        bound,
+        AddressOptions(grace=1.0, **address),
+    )
     thread = threading.Thread(target=server.run_server, args=given)
     thread.start()
     try:

@@ -11,8 +11,8 @@ from transformers import GenerationConfig
 from medusa.base.loading import load_base
 from medusa.base.sampling_advice import SamplingAdvice, sampling_advice
 from medusa.serving import server as serving
-from medusa.serving.requests import ChatRequest, sampling_arguments
 from medusa.serving.model_pool import ModelPool
+from medusa.serving.requests import ChatRequest, sampling_arguments
 from medusa.serving.service import PLAIN_SAMPLING
 from medusa.serving.settings import AccessOptions, AddressOptions
 
