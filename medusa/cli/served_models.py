@@ -175,7 +175,7 @@ def _served(plan: ServingPlan, name: str | None, base: str) -> ServedModel:
     source = find_base(base, trust_remote_code=plan.model.trust_remote_code)
     options, num_bytes = plan.planned(source)
     known = model_names(base, source.name)
-    official = name or (PurePath(source.name).stem if is_gguf(source.name) else known[0])
+    official = name or (PurePath(base).stem if is_gguf(base) else known[0])
     file = source.gguf
     return ServedModel(
         (official,),

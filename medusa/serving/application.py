@@ -32,11 +32,14 @@ from starlette.exceptions import HTTPException
 import medusa
 from medusa.conversations import check_keepable
 from medusa.serving.dialects import Dialect, ReplyContext
+from medusa.serving.embeddings import EmbeddingLost
 from medusa.serving.gate import MAX_UNREAD, PAGE_SCRIPTS, Gate, answer_of
 from medusa.serving.messages import MessagesRequest
 from medusa.serving.model_pool import Lease, ModelPool, ServedModel
 from medusa.serving.ollama import (
     OLLAMA_VERSION,
+    EmbedRequest,
+    OldEmbedRequest,
     OllamaChatRequest,
     OllamaGenerateRequest,
     ShowRequest,
@@ -52,6 +55,8 @@ from medusa.serving.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
+    EmbeddingsRequest,
     InfillRequest,
     LlamaInfillRequest,
     NotFinite,
@@ -180,6 +185,18 @@ def create_application(pool: ModelPool, access: AccessOptions) -> FastAPI:
     async def count_tokens(request: Request) -> Any:
         with _own_words(MessagesRequest):
             return await endpoints.computed(request, MessagesRequest, Service.num_tokens)
+
+    @app.post("/v1/embeddings")
+    async def embed(request: Request) -> Response:
+        return await endpoints.embedded(request, EmbeddingsRequest)
+
+    @app.post("/api/embed")
+    async def embed_as_ollama(request: Request) -> Response:
+        return await endpoints.embedded(request, EmbedRequest)
+
+    @app.post("/api/embeddings")
+    async def embed_as_old_ollama(request: Request) -> Response:
+        return await endpoints.embedded(request, OldEmbedRequest)
 
     @readable("/api/version")
     async def ollama_version() -> dict[str, str]:
@@ -341,6 +358,38 @@ class _Endpoints:
         lease = await self.pool.lease(model)
         try:
             return await self._run(self.preparing, ollama_facts, model, lease.service)
+        finally:
+            lease.release()
+
+    async def embedded(self, http_request: Request, kind: type[EmbeddingRequest]) -> Response:
+        """The embeddings of the texts of a request of this kind."""
+        body = await self._body_of(http_request, kind)
+        model = self.pool.named(body.model)
+        reply = await _unless_disconnected(http_request, self._embedded(http_request, body, model))
+        return Response(status_code=499) if reply is None else reply
+
+    async def _embedded(self, http_request: Request, body: EmbeddingRequest, model: ServedModel) -> Response:
+        began = time.monotonic()
+        lease = await self.pool.lease(model, body.keep_seconds)
+        try:
+            service = lease.service
+            texts = await self._run(self.preparing, service.embedded_texts, body)
+            vectors = await asyncio.wrap_future(service.embed(texts))
+            num_tokens = sum(map(len, texts))
+            seconds = time.monotonic() - began
+
+            def reply() -> JSONResponse:
+                shown = service.shortened(vectors, body.dimensions)
+                return _PatientResponse(body.reply(model.real_name(body.model), shown, num_tokens, seconds))
+
+            state = http_request.scope["state"]
+            entry = {"request_id": state["request_id"], "path": http_request.url.path, "texts": len(texts)}
+            log.info(json.dumps({**entry, "prompt_tokens": num_tokens, "seconds": round(seconds, 4)}))
+            return await run_in_threadpool(reply)
+        except EmbeddingLost as lost:
+            failure = _failure(str(lost))
+            assert failure is not None
+            raise failure from lost
         finally:
             lease.release()
 

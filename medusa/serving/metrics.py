@@ -105,6 +105,9 @@ class ServerMetrics:
             ["position"],
             registry=self.registry,
         )
+        self._embedded = Counter(
+            f"{PREFIX}embedding_tokens", "Tokens of texts that were embedded", registry=self.registry
+        )
         self._ended = Counter(
             f"{PREFIX}request_success",
             "Answers by how they ended",
@@ -158,6 +161,10 @@ class ServerMetrics:
         for depth in accepted:
             self._accepted.inc()
             self._accepted_per_position.labels(depth - 1).inc()
+
+    def embedded(self, num_tokens: int) -> None:
+        """So many tokens of texts are embedded."""
+        self._embedded.inc(num_tokens)
 
     def ended(self, reason: str) -> None:
         self._ended.labels(reason).inc()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool
+from torch import Tensor
 
 from medusa.serving.dialects import BlockReplies, Conversation, Dialect, ReplyContext
 from medusa.serving.json_repair import repaired
@@ -27,10 +28,12 @@ from medusa.serving.requests import (
     FIRST_ALONE,
     MAX_CALLS,
     MAX_MESSAGES,
+    MAX_TEXTS,
     MAX_TOOLS,
     Body,
     ChatRequest,
     CompletionRequest,
+    EmbeddingRequest,
     InfillRequest,
     Penalty,
     Tool,
@@ -268,6 +271,41 @@ class OllamaGenerateRequest(OllamaRequest):
     def answer_of(self, message: Mapping[str, Any]) -> dict[str, Any]:
         thought = {name: text for name, text in message.items() if name == "thinking"}
         return {"response": message.get("content", ""), **thought}
+
+
+class EmbedRequest(EmbeddingRequest):
+    """``POST /api/embed``."""
+
+    input: str | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS), FIRST_ALONE]
+    truncate: StrictBool = True
+    options: OllamaOptions | None = None
+    keep_alive: KeepAlive = None
+
+    @property
+    def keep_seconds(self) -> float | None:
+        return self.keep_alive
+
+    @property
+    def is_cut(self) -> bool:
+        return self.truncate
+
+    def reply(self, name: str, vectors: Sequence[Tensor], num_tokens: int, seconds: float) -> dict[str, Any]:
+        return {
+            "model": name,
+            "embeddings": [vector.tolist() for vector in vectors],
+            "total_duration": round(seconds * 1e9),
+            "load_duration": 0,
+            "prompt_eval_count": num_tokens,
+        }
+
+
+class OldEmbedRequest(EmbedRequest):
+    """``POST /api/embeddings``, the older form: one text."""
+
+    input: str = Field(alias="prompt")
+
+    def reply(self, name: str, vectors: Sequence[Tensor], num_tokens: int, seconds: float) -> dict[str, Any]:
+        return {"embedding": vectors[0].tolist()}
 
 
 class OllamaReplies(BlockReplies):

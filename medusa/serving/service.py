@@ -7,7 +7,9 @@ import itertools
 import logging
 import re
 import secrets
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 from jinja2.exceptions import TemplateError
+from torch import Tensor
 from transformers import LogitsProcessorList
 
 from medusa.acceptance.grammar import (
@@ -27,7 +30,8 @@ from medusa.acceptance.grammar import (
     pattern_rule,
 )
 from medusa.acceptance.sampling import OccurrencePenalty
-from medusa.base.causal_lm import end_ids, vocab_size
+from medusa.base.causal_lm import end_ids, hidden_size, vocab_size
+from medusa.base.pooling import Pooling, stated_pooling
 from medusa.base.sampling_advice import SamplingAdvice, sampling_advice
 from medusa.conversations import as_template
 from medusa.decoding.batch import BatchLimits
@@ -39,6 +43,7 @@ from medusa.model import MedusaModel
 from medusa.prompts import in_reasoning
 from medusa.serving.chat_template import BoundedChatTemplate, TemplateLimitError
 from medusa.serving.dialects import Dialect
+from medusa.serving.embeddings import EmbeddingQueue, EmbeddingTask
 from medusa.serving.infill import InfillTokens, infill_tokens, start_tokens, tokens_after
 from medusa.serving.metrics import ServerMetrics
 from medusa.serving.output_formats import OutputFormat, detect_format
@@ -49,6 +54,7 @@ from medusa.serving.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     InfillRequest,
     LlamaInfillRequest,
     SharedFields,
@@ -58,7 +64,7 @@ from medusa.serving.requests import (
     text_of,
 )
 from medusa.serving.settings import ServiceOptions
-from medusa.serving.worker import Answer, Update, Worker, WorkerEnded
+from medusa.serving.worker import CHUNK_SECONDS, Answer, Update, Worker, WorkerEnded
 from medusa.text_stream import AnswerText
 
 log = logging.getLogger("medusa.serving")
@@ -79,8 +85,6 @@ SAY = ({"role": "user", "content": "a question"},)
 CPU_CHUNK = 64
 """Prompt tokens at a time on a CPU: there a token costs no more in a short chunk than in a long one, and
 running answers wait for the whole of it."""
-CHUNK_SECONDS = 0.25
-"""The longest time of a part of a prompt: a request that comes meanwhile waits for it."""
 PLAIN_SAMPLING = SamplingAdvice(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
 """The distribution as it is, which clients of OpenAI's protocol expect."""
 PLAIN_ROWS = 4
@@ -162,7 +166,8 @@ class Service:
             few = replace(self.limits, max_rows=PLAIN_ROWS, max_waiting=PLAIN_ROWS, prefix_bytes=0)
             batches[True] = model.continuous_batch(few, plain=True)
         self.metrics = metrics or ServerMetrics()
-        self.worker = Worker(batches, self.metrics, model.learning)
+        texts = EmbeddingQueue(self.limits.chunk, CHUNK_SECONDS, options.max_waiting)
+        self.worker = Worker(batches, self.metrics, model.learning, texts)
         self.metrics.watch(batches, lambda: self.worker.num_added, model.learning, self.store)
         self.count_as_busy(lambda: False)
         if model.learning is not None:
@@ -435,11 +440,15 @@ class Service:
     def _text_prompt(self, prompt: str | list[int], request: CompletionRequest) -> list[int]:
         if request.suffix is not None and self.infill is not None:
             return self._infill_prompt(self.infill, prompt, request.suffix, request)
-        if isinstance(prompt, str):
-            self._check_length(prompt, "prompt")
-            return self.tokenizer(prompt)["input_ids"]
-        self._check_tokens(prompt, "prompt")
-        return prompt
+        return self._ids_of(prompt, "prompt")
+
+    def _ids_of(self, text: str | list[int], param: str) -> list[int]:
+        """The tokens of a text, with the tokenizer's marks at its beginning and its end."""
+        if isinstance(text, str):
+            self._check_length(text, param)
+            return self.tokenizer(text)["input_ids"]
+        self._check_tokens(text, param)
+        return text
 
     @functools.cached_property
     def infill(self) -> InfillTokens | None:
@@ -682,6 +691,93 @@ class Service:
             ids = self.tokenizer(request.prompt, add_special_tokens=request.add_special_tokens)["input_ids"]
         names = self.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
         return {"count": len(ids), "max_model_len": self.context, "tokens": ids, "token_strs": names}
+
+    @functools.cached_property
+    def pooling(self) -> Pooling:
+        """How a text becomes a vector.
+
+        Raises:
+            RequestError: the base is not made for it.
+        """
+        try:
+            stated = stated_pooling(self.model.base)
+        except ValueError as error:
+            log.info("no embeddings: %s", error)
+            raise RequestError(
+                "this model states a form of embeddings that is not computed here; serve another one, such "
+                "as Qwen3-Embedding",
+                code="no_embeddings",
+            ) from error
+        if stated is not None:
+            return stated
+        if self.options.embeddings is None:
+            raise RequestError(
+                "this model is not made for embeddings: its files state no pooling; serve one that is, such "
+                "as Qwen3-Embedding, or have the server started with --embeddings last (or mean)",
+                code="no_embeddings",
+            )
+        return Pooling(self.options.embeddings)
+
+    def embedded_texts(self, request: EmbeddingRequest) -> list[list[int]]:
+        """The tokens of each text, as the tokenizer reads one: with its marks at the beginning and the end.
+        Texts that are too long are cut where the request says so, before the mark at the end."""
+        _ = self.pooling  # refused, if at all, before anything is computed
+        self._check_open()
+        most = hidden_size(self.model.base)
+        if request.dimensions is not None and request.dimensions > most:
+            raise RequestError(
+                f"dimensions must be at most {most}, those of this model, got {request.dimensions}; ask for "
+                "fewer, or leave it out",
+                param="dimensions",
+            )
+        texts = []
+        for text in request.texts:
+            if not text:
+                raise RequestError("input must not hold empty texts; leave them out", param="input")
+            ids = self._ids_of(text[: self.max_characters] if request.is_cut else text, "input")
+            num_over = len(ids) - self.max_tokens
+            if num_over > 0 and not request.is_cut:
+                raise RequestError(
+                    f"{_FULL.format(self.max_tokens)}, and input has a text of {len(ids)}; shorten it",
+                    param="input",
+                    code="context_length_exceeded",
+                    excess=(len(ids), self.max_tokens),
+                )
+            num_marks = len(self._end_marks) if ids[-1:] == self._end_marks else 0
+            if num_over > 0:
+                ids = [*ids[: self.max_tokens - num_marks], *ids[len(ids) - num_marks :]]
+            texts.append(ids)
+        return texts
+
+    @functools.cached_property
+    def _end_marks(self) -> list[int]:
+        """The token that the tokenizer puts behind a text; [] for none."""
+        ids = self.tokenizer("a")["input_ids"]
+        bare = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        return ids[-1:] if ids[-1:] != bare[-1:] else []
+
+    def shortened(self, vectors: Sequence[Tensor], dimensions: int | None) -> list[Tensor]:
+        """The first numbers of each vector, at length 1 where the whole one has it."""
+        if dimensions is None:
+            return [*vectors]
+        first = [vector[:dimensions] for vector in vectors]
+        if not self.pooling.is_normalised:
+            return first
+        return [torch.nn.functional.normalize(vector, dim=0) for vector in first]
+
+    def embed(self, texts: Sequence[Sequence[int]]) -> Future[list[Tensor]]:
+        """The embeddings, (D,) float32 each, of texts in tokens; to cancel it has the rest left out."""
+        self._check_open()
+        begin = partial(self.model.pooled_states, pooling=self.pooling)
+        task = EmbeddingTask(texts, begin, time.monotonic() + self.options.timeout)
+        try:
+            self.worker.embed(task)
+        except QueueFull as error:
+            raise overloaded() from error
+        except WorkerEnded as error:
+            raise RequestError("the server cannot answer any more", 503, code="not_ready") from error
+        self.metrics.embedded(sum(map(len, texts)))
+        return task.vectors
 
     def num_tokens(self, request: Dialect) -> dict[str, Any]:
         """The number of tokens of a conversation, as Anthropic's clients read it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from medusa.options import check_above, check_at_least, check_at_most
 
@@ -53,6 +54,9 @@ class ServiceOptions:
     learn_from_all: bool = False
     """The same where several API keys are given: heads that learned from one user's texts guess these for
     another, who can tell by the time that an answer takes."""
+    embeddings: Literal["mean", "last"] | None = None
+    """Answer /v1/embeddings where the base's files do not say that it is made for that: with the mean of its
+    states, or the last one, at length 1. Of a chat model they tell less than those of an embedding model."""
     max_rows: int = 16
     """Answers that decode together."""
     max_waiting: int = 64

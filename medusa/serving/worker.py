@@ -2,7 +2,7 @@
 
 Requests come in as :class:`Answer` from any thread. Each has a listener, which this thread calls with new
 output. Plain requests, if allowed, have a batch of their own; while both are busy they share the machine's
-time evenly, so that two answers to one question can be raced.
+time evenly, so that two answers to one question can be raced. So do answers and texts that are embedded.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from dataclasses import dataclass, field
 from medusa.acceptance.grammar import GrammarFailed
 from medusa.acceptance.sampling import TokenLogprobs
 from medusa.decoding.batch import Batch
-from medusa.decoding.scheduler import QueueFull
+from medusa.decoding.scheduler import LEAST_CHUNK, QueueFull
 from medusa.decoding.state import DecodeRequest, Row
 from medusa.decoding.step import RowOutput
 from medusa.hardware import release_threads
 from medusa.learning.idle_learning import IdleLearning
+from medusa.serving.embeddings import EmbeddingQueue, EmbeddingTask
 from medusa.serving.metrics import ServerMetrics
 from medusa.text_stream import AnswerText, Piece
+
+CHUNK_SECONDS = 0.25
+"""The longest time of a part of a prompt or a text: a request that comes meanwhile waits for it."""
 
 log = logging.getLogger("medusa.serving")
 
@@ -102,11 +106,14 @@ class Worker:
         batches: dict[bool, Batch],
         metrics: ServerMetrics,
         learning: IdleLearning | None = None,
+        embeddings: EmbeddingQueue | None = None,
     ):
         self.batches = batches
         self.learning = learning
         self.metrics = metrics
-        self.seconds = dict.fromkeys(self.batches, 0.0)
+        self.embeddings = embeddings or EmbeddingQueue(LEAST_CHUNK, CHUNK_SECONDS, 0)
+        self._is_embedding = False
+        self.seconds = dict.fromkeys(self._kinds, 0.0)
         self._changed = threading.Condition()
         self._added: list[Answer] = []
         self._cancelled: list[Answer] = []
@@ -137,7 +144,7 @@ class Worker:
     @property
     def num_active(self) -> int:
         """Answers that have not ended."""
-        return len(self._active) + len(self._added)
+        return len(self._active) + len(self._added) + len(self.embeddings)
 
     @property
     def num_added(self) -> int:
@@ -157,6 +164,21 @@ class Worker:
             for is_plain in self.batches:
                 self.check_room(is_plain, sum(answer.is_plain is is_plain for answer in answers))
             self._added.extend(answers)
+            self._changed.notify()
+        if self.learning is not None:
+            self.learning.pause()
+
+    def embed(self, task: EmbeddingTask) -> None:
+        """Have ``task`` computed between the steps of answers.
+
+        Raises:
+            QueueFull: there is no room in the queue.
+            WorkerEnded: the thread has ended.
+        """
+        with self._changed:
+            if not self.is_alive:
+                raise WorkerEnded("the decoding thread has ended")
+            self.embeddings.add(task)
             self._changed.notify()
         if self.learning is not None:
             self.learning.pause()
@@ -192,9 +214,14 @@ class Worker:
     def _decode(self) -> None:
         while self._take_changes():
             self._end_overdue()
-            busy = [is_plain for is_plain, batch in self.batches.items() if batch.is_busy]
+            busy: list[bool | None] = [kind for kind, batch in self.batches.items() if batch.is_busy]
+            is_embedding = len(self.embeddings) > 0
+            if is_embedding and not self._is_embedding:  # as who comes later, below
+                self.seconds[None] = max(self.seconds.values())
+            self._is_embedding = is_embedding
+            busy += [None] if is_embedding else []
             if busy:
-                self._step(min(busy, key=lambda is_plain: self.seconds[is_plain]))
+                self._step(min(busy, key=lambda kind: self.seconds[kind]))
 
     def _lose_answers(self) -> None:
         """End running answers with an error, and at the end waiting ones too."""
@@ -207,6 +234,7 @@ class Worker:
                 self._added = []
         for batch in self.batches.values():
             batch.clear()
+        self.embeddings.lose(reason)
         for answer in lost:
             self._end(answer, reason)
 
@@ -226,7 +254,7 @@ class Worker:
                 return False
             self._active.update(added)
         if not self._is_busy:  # both begin together
-            self.seconds = dict.fromkeys(self.batches, 0.0)
+            self.seconds = dict.fromkeys(self._kinds, 0.0)
         for answer in added:
             batch = self.batches[answer.is_plain]
             if not batch.is_busy:  # who comes later does not make up for having been idle
@@ -243,7 +271,12 @@ class Worker:
 
     @property
     def _is_busy(self) -> bool:
-        return any(batch.is_busy for batch in self.batches.values())
+        return len(self.embeddings) > 0 or any(batch.is_busy for batch in self.batches.values())
+
+    @property
+    def _kinds(self) -> list[bool | None]:
+        """Kinds of work that share the time: the batches, and embeddings."""
+        return [*self.batches, None]
 
     def _end_overdue(self) -> None:
         now = time.monotonic()
@@ -251,10 +284,15 @@ class Worker:
             self._drop(answer)
             self._end(answer, "timeout")
 
-    def _step(self, is_plain: bool) -> None:
+    def _step(self, kind: bool | None) -> None:
+        """A step of the batch of this kind; None reads a part of a text that is embedded."""
         began = time.perf_counter()
-        outputs = self.batches[is_plain].step()
-        self.seconds[is_plain] += time.perf_counter() - began
+        outputs: list[RowOutput] = []
+        if kind is None:
+            self.embeddings.step()
+        else:
+            outputs = self.batches[kind].step()
+        self.seconds[kind] += time.perf_counter() - began
         for output in outputs:
             self._tell(output)
 
