@@ -16,7 +16,7 @@ from transformers.utils import CONFIG_NAME
 from medusa.assets import DEFAULT_HEADS
 from medusa.base.causal_lm import CausalLM, context_length
 from medusa.base.gguf_file import GGUFFile, is_gguf
-from medusa.base.loading import BaseSource, find_base
+from medusa.base.loading import BaseSource, find_base, load_tokenizer
 from medusa.base.text_part import empty_model
 from medusa.cli.loading import chosen_device, learn_from_use, load_model
 from medusa.cli.options import NO_HEADS, ModelOptions
@@ -28,6 +28,7 @@ from medusa.serving.metrics import ServerMetrics
 from medusa.serving.model_pool import ModelPool, ServedModel
 from medusa.serving.service import Service
 from medusa.serving.settings import PoolOptions, ServiceOptions
+from medusa.serving.tokenized_model import TokenizedModel
 
 log = logging.getLogger("medusa.serving")
 
@@ -185,6 +186,7 @@ def _served(plan: ServingPlan, name: str | None, base: str) -> ServedModel:
         num_bytes,
         known,
         partial(plan.load, official, base, options),
+        lambda: TokenizedModel(load_tokenizer(source), source.vocab_size or 0),
     )
 
 

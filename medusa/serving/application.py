@@ -354,12 +354,7 @@ class _Endpoints:
     async def shown(self, http_request: Request) -> dict[str, Any]:
         """What Ollama's clients ask about a model first."""
         body = await self._body_of(http_request, ShowRequest)
-        model = self.pool.named(body.model or body.name)
-        lease = await self.pool.lease(model)
-        try:
-            return await self._run(self.preparing, ollama_facts, model, lease.service)
-        finally:
-            lease.release()
+        return await self._run(self.preparing, ollama_facts, self.pool.named(body.model or body.name))
 
     async def embedded(self, http_request: Request, kind: type[EmbeddingRequest]) -> Response:
         """The embeddings of the texts of a request of this kind."""

@@ -29,6 +29,7 @@ from medusa.serving.replies import RequestError
 from medusa.serving.requests import shortened
 from medusa.serving.service import RETRY_AFTER, Service, overloaded, shutting_down
 from medusa.serving.settings import ServiceOptions
+from medusa.serving.tokenized_model import TokenizedModel
 
 log = logging.getLogger("medusa.serving")
 
@@ -57,6 +58,8 @@ class ServedModel:
     """Names that are answered and not listed."""
     load: Callable[[ServerMetrics], Service] | None = None
     """Loads it; None for one that stays in memory."""
+    load_tokenized: Callable[[], TokenizedModel] | None = None
+    """Loads its tokenizer alone; None where it is always loaded."""
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     """Its counters, which go on when it is loaded again."""
     service: Service | None = None
@@ -104,6 +107,25 @@ class ServedModel:
             return latest
         left = self.keep_seconds - (0.0 if self.num_users else time.monotonic() - self.last_used)
         return datetime.fromtimestamp(min(time.time() + max(0.0, left), latest.timestamp() - 1), UTC)
+
+    def tokenized(self) -> TokenizedModel:
+        """The model as its tokenizer knows it; its weights are not loaded for this.
+
+        Raises:
+            RequestError: the tokenizer cannot be loaded.
+        """
+        service = self.service
+        if service is not None:
+            return service
+        assert self.load_tokenized is not None
+        try:
+            return self.load_tokenized()
+        except (OSError, ValueError) as error:
+            log.info("the tokenizer of %r cannot be loaded: %s", self.names[0], error)
+            text = (
+                f"the tokenizer of the model {self.names[0]!r} cannot be loaded; the server's log says more"
+            )
+            raise RequestError(text, 503, "model", "model_not_loaded") from error
 
     def real_name(self, name: str | None) -> str:
         """The name that answers have where a client calls it ``name``, or nothing."""

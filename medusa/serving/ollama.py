@@ -41,7 +41,6 @@ from medusa.serving.requests import (
     json_value,
     shortened,
 )
-from medusa.serving.service import Service
 from medusa.serving.worker import Update
 
 OLLAMA_VERSION = "0.12.0"
@@ -430,15 +429,10 @@ def loaded_card(model: ServedModel) -> dict[str, Any]:
     }
 
 
-def ollama_facts(model: ServedModel, service: Service) -> dict[str, Any]:
-    """What ``POST /api/show`` tells about the model, by which clients know what they may ask of it."""
-    is_thinking = bool(service.output_format.unsearched[1])
-    can = {
-        "completion": True,
-        "tools": service.tokenizer.chat_template is not None and service.knows_tools,
-        "insert": service.infill is not None,
-        "thinking": is_thinking,
-    }
+def ollama_facts(model: ServedModel) -> dict[str, Any]:
+    """What ``POST /api/show`` tells about the model, by which clients know what they may ask of it. It need
+    not be loaded: clients ask this of all models."""
+    tokenized = model.tokenized()
     return {
         "modified_at": model.began_at,
         "details": _details(model),
@@ -447,9 +441,9 @@ def ollama_facts(model: ServedModel, service: Service) -> dict[str, Any]:
             "general.basename": model.names[0],
             f"{model.family}.context_length": model.context,
         },
-        "capabilities": [name for name, is_there in can.items() if is_there],
-        "template": str(service.tokenizer.chat_template or ""),
-        "parameters": "\n".join(f"{name} {value}" for name, value in service.sampling.told.items()),
+        "capabilities": tokenized.capabilities,
+        "template": str(tokenized.tokenizer.chat_template or ""),
+        "parameters": "\n".join(f"{name} {value}" for name, value in tokenized.sampling.told.items()),
         "modelfile": "",
         "license": "",
     }

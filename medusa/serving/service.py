@@ -17,7 +17,6 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-from jinja2.exceptions import TemplateError
 from torch import Tensor
 from transformers import LogitsProcessorList
 
@@ -41,12 +40,12 @@ from medusa.drafters.references import SuffixCorpus
 from medusa.heads.checkpoint import load_heads
 from medusa.model import MedusaModel
 from medusa.prompts import in_reasoning
-from medusa.serving.chat_template import BoundedChatTemplate, TemplateLimitError
+from medusa.serving.chat_template import TemplateLimitError
 from medusa.serving.dialects import Dialect
 from medusa.serving.embeddings import EmbeddingQueue, EmbeddingTask
-from medusa.serving.infill import InfillTokens, infill_tokens, start_tokens, tokens_after
+from medusa.serving.infill import InfillTokens, start_tokens, tokens_after
 from medusa.serving.metrics import ServerMetrics
-from medusa.serving.output_formats import OutputFormat, detect_format
+from medusa.serving.output_formats import OutputFormat
 from medusa.serving.output_parser import OutputParser
 from medusa.serving.replies import RequestError
 from medusa.serving.requests import (
@@ -64,6 +63,7 @@ from medusa.serving.requests import (
     text_of,
 )
 from medusa.serving.settings import ServiceOptions
+from medusa.serving.tokenized_model import TEMPLATE_ERRORS, TokenizedModel
 from medusa.serving.worker import CHUNK_SECONDS, Answer, Update, Worker, WorkerEnded
 from medusa.text_stream import AnswerText
 
@@ -71,8 +71,6 @@ log = logging.getLogger("medusa.serving")
 
 RETRY_AFTER = 2
 """Seconds after which a client may ask again when there is no room."""
-TEMPLATE_ERRORS = (TemplateError, TypeError, KeyError, ValueError, RecursionError)
-"""Exceptions that a chat template may raise about its input."""
 TEXT_RULES: dict[str, Callable[[str, Any], str]] = {
     "json": json_rule,
     "regex": pattern_rule,
@@ -80,8 +78,6 @@ TEXT_RULES: dict[str, Callable[[str, Any], str]] = {
     "grammar": lark_rule,
 }
 """The grammar rule for each kind of structured output."""
-SAY = ({"role": "user", "content": "a question"},)
-"""A conversation that all chat templates render."""
 CPU_CHUNK = 64
 """Prompt tokens at a time on a CPU: there a token costs no more in a short chunk than in a long one, and
 running answers wait for the whole of it."""
@@ -111,7 +107,7 @@ def _bytes(mib: int | None) -> int | None:
     return None if mib is None else mib * 2**20
 
 
-class Service:
+class Service(TokenizedModel):
     """Answers requests with one model. Requests that cannot be served raise a :class:`RequestError`.
 
     Args:
@@ -135,8 +131,7 @@ class Service:
             raise ValueError("a server needs a tokenizer; pass tokenizer= to MedusaModel.from_pretrained")
         self.model = model
         self.options = options
-        self.tokenizer = model.tokenizer
-        self._chat_template = BoundedChatTemplate(model.tokenizer)
+        super().__init__(model.tokenizer, vocab_size(model.base))
         self.template_options = template_options or {}
         self.num_owners = num_owners
         self.names = options.served_model_name or (PurePath(model.base.name_or_path or "model").name,)
@@ -227,35 +222,6 @@ class Service:
         """Tokens that prompt and answer may have together."""
         return self.model.profile.context
 
-    @functools.cached_property
-    def knows_tools(self) -> bool:
-        """Whether the chat template shows tools to the model."""
-        say = as_template([*SAY], self._chat_template)
-        tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
-        try:
-            return self._rendered(say, [tool]) != self._rendered(say)
-        except TEMPLATE_ERRORS:
-            return False
-
-    @functools.cached_property
-    def takes_several_systems(self) -> bool:
-        """Whether the chat template shows more than one system message to the model."""
-        return self._shows_systems({"role": "system", "content": "said after it"}, *SAY)
-
-    @functools.cached_property
-    def takes_late_systems(self) -> bool:
-        """Whether the chat template shows a system message behind others to the model."""
-        return self._shows_systems(*SAY, {"role": "system", "content": "said after it"})
-
-    def _shows_systems(self, *messages: dict[str, Any]) -> bool:
-        """Whether the chat template shows the system messages among ``messages``, behind another one."""
-        conversation = [{"role": "system", "content": "said at first"}, *messages]
-        try:
-            shown = self._rendered(as_template(conversation, self._chat_template))
-        except TEMPLATE_ERRORS:
-            return False
-        return all(message["content"] in shown for message in conversation)
-
     def chat_prompt(self, request: ChatRequest) -> list[int]:
         """The tokens of a conversation, as the chat template renders it."""
         if self.tokenizer.chat_template is None:
@@ -335,11 +301,6 @@ class Service:
             return {self._cut(key): self._cut(item) for key, item in value.items()}
         return value
 
-    def _rendered(
-        self, messages: list[dict[str, Any]], tools: Sequence[Any] = (), arguments: Mapping[str, Any] = {}
-    ) -> str:
-        return self._chat_template.apply_chat_template(messages, [*tools] or None, **arguments)
-
     @functools.cached_property
     def _grammars(self) -> GrammarCompiler:
         return GrammarCompiler(self.tokenizer, vocab_size(self.model.base), self._end_ids)
@@ -374,16 +335,6 @@ class Service:
             return grammars.compile(rules, *before)
         except (ImportError, ValueError) as error:
             raise RequestError(f"{name} cannot be kept: {error}", param=name) from error
-
-    @functools.cached_property
-    def _template(self) -> str:
-        """The template that renders tools."""
-        return self.tokenizer.get_chat_template(tools=[{}]) if self.tokenizer.chat_template else ""
-
-    @functools.cached_property
-    def output_format(self) -> OutputFormat:
-        """How the model writes answers."""
-        return detect_format(self._template)
 
     @functools.cached_property
     def _marks(self) -> dict[int, str]:
@@ -449,11 +400,6 @@ class Service:
             return self.tokenizer(text)["input_ids"]
         self._check_tokens(text, param)
         return text
-
-    @functools.cached_property
-    def infill(self) -> InfillTokens | None:
-        """The tokens that mark a gap; None for a model that was not trained to fill one."""
-        return infill_tokens(self.tokenizer, vocab_size(self.model.base))
 
     def _infill_prompt(
         self, infill: InfillTokens, prompt: str | list[int], suffix: str, request: CompletionRequest

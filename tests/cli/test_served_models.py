@@ -57,6 +57,7 @@ def test_all_models_of_a_directory_are_served_by_the_names_of_their_files(home, 
     chat, small = pool.named("chat"), pool.named("small")
     assert pool.named("small.gguf") is small
     assert (chat.family, chat.context) == ("llama", 512)
+    assert chat.tokenized().capabilities == ["completion"] and chat.service is None
 
 
 def test_models_are_named_one_by_one_and_the_first_answers_where_none_is(home, pool_of):

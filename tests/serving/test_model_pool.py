@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 import httpx
 import pytest
-from tiny_chat import chat_model
+from tiny_chat import VOCAB_SIZE, chat_model, chat_tokenizer
 from tiny_server import HELLO, expected, running_pool, wait_until
 
 from medusa.learning.idle_learning import IdleLearning
@@ -25,6 +25,7 @@ from medusa.serving.model_pool import ModelPool, ServedModel
 from medusa.serving.replies import RequestError
 from medusa.serving.service import Service
 from medusa.serving.settings import ServiceOptions
+from medusa.serving.tokenized_model import TokenizedModel
 
 SMALL = ServiceOptions(max_rows=4, chunk=32, cache_mib=8, prefix_mib=1)
 
@@ -298,7 +299,12 @@ class Served:
         self.load = load or self._service
         models = [
             ServedModel(
-                (name,), family="llama", num_bytes=1, load=self._loader(name), aliases=(f"{name}.gguf",)
+                (name,),
+                family="llama",
+                num_bytes=1,
+                load=self._loader(name),
+                aliases=(f"{name}.gguf",),
+                load_tokenized=lambda: TokenizedModel(chat_tokenizer(), VOCAB_SIZE),
             )
             for name in MODELS
         ]
@@ -506,3 +512,4 @@ def test_clients_of_ollama_see_what_is_loaded_and_for_how_long():
         left = datetime.fromisoformat(loaded()["one"]["expires_at"]) - datetime.now(UTC)
         assert 5300 < left.total_seconds() < 5401
         assert served.post("/api/show", model="two").json()["capabilities"] == ["completion"]
+        assert [*loaded()] == ["one"], "telling what a model can do loads nothing"
