@@ -259,13 +259,18 @@ class ModelPool:
             keep_seconds: how long the model stays after this request; None is what the server says.
 
         Raises:
-            RequestError: it can never fit, or cannot be loaded, or the server ends, or too many wait already.
+            RequestError: it can never fit, or cannot be loaded, or not in time, or the server ends, or too
+                many wait already.
         """
         if model.num_waiting >= self.options.max_rows + self.options.max_waiting:
             raise overloaded()
         model.num_waiting += 1
+        until = time.monotonic() + self.options.timeout
         try:
             while not model.is_ready:
+                if time.monotonic() > until:
+                    text = f"the model {model.names[0]!r} was not loaded in the time that this server allows"
+                    raise RequestError(text, 504, "model", "timeout")
                 await self._step_of_loading(model)
         finally:
             model.num_waiting -= 1

@@ -758,8 +758,11 @@ class Service(TokenizedModel):
         self.metrics.unwatch()
         if self.store is not None:
             self.store.close()
-        if self.model.learning is not None:
-            self.model.learning.close()
+        learning = self.model.learning
+        if learning is not None:
+            learning.close()
+            learning.is_busy = lambda: False  # what is held by it would stay as long as the model
+            learning.on_new_heads = lambda directory: None
 
 
 def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -15,10 +15,10 @@ from datetime import UTC, datetime
 
 import httpx
 import pytest
-from tiny_chat import VOCAB_SIZE, chat_model, chat_tokenizer
+from tiny_chat import VOCAB_SIZE, chat_model, chat_tokenizer, save_chat_model
 from tiny_server import HELLO, expected, running_pool, wait_until
 
-from medusa.learning.idle_learning import IdleLearning
+from medusa import MedusaModel
 from medusa.learning.learned_heads import LearnedHeads
 from medusa.serving import application
 from medusa.serving.model_pool import ModelPool, ServedModel
@@ -266,6 +266,17 @@ def test_no_more_wait_for_a_model_than_could_be_answered():
     asyncio.run(ask())
 
 
+def test_who_waits_too_long_is_told_so(monkeypatch):
+    async def ask():
+        fake = FakePool()
+        await fake.lease("a")
+        monkeypatch.setattr(fake.pool, "options", ServiceOptions(timeout=0.2))
+        with pytest.raises(RequestError, match="'b' was not loaded in the time"):
+            await fake.lease("b")
+
+    asyncio.run(ask())
+
+
 def test_others_stop_learning_when_a_model_is_asked():
     async def ask():
         fake = FakePool(budget=2)
@@ -366,17 +377,14 @@ def test_each_request_is_answered_by_the_model_that_it_names():
         assert served.get("/v1/heads?model=two").json()["in_use"]["num_heads"] == 3
 
 
-def test_a_model_that_is_put_down_leaves_neither_memory_nor_threads_nor_learning(tmp_path):
-    learned = LearnedHeads(tmp_path / "learned")
-    with learned.locked():
-        learned.begin("base")
+def test_a_model_that_is_put_down_leaves_neither_memory_nor_threads_nor_learning(tmp_path, monkeypatch):
+    monkeypatch.setattr("medusa.model.learning_place", lambda _name: LearnedHeads(tmp_path / "learned"))
+    base, _ = save_chat_model(tmp_path)
     learnings = []
 
     def load(name, metrics):
-        model = chat_model()
+        model = MedusaModel.from_pretrained(base, engine="eager", learn=True)
         served.alive.update((model, model.base))
-        model.learning = IdleLearning(learned, model.tokenizer, ["false"], True, lambda: False, print)
-        model.learning.start()
         learnings.append(model.learning._thread)
         return Service(model, ServiceOptions(**{**vars(SMALL), "suffix_cache_mib": 1}), metrics=metrics)
 
