@@ -24,7 +24,7 @@ class ServeOptions:
     """Answer over HTTP as OpenAI's servers do: /v1/chat/completions, /v1/responses, /v1/completions,
     /v1/models, /tokenize, /detokenize, /version, /health, /metrics; as Anthropic's: /v1/messages; and as
     Ollama's: /api/chat, /api/generate. Requests are decoded together, and each gets the same text as in a
-    batch of its own.
+    batch of its own. /v1/embeddings is for models that are made for it.
 
         medusa serve
         medusa serve --engine int8 --max-rows 8
