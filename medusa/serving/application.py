@@ -478,23 +478,22 @@ class _Endpoints:
 async def _late_events(
     answering: asyncio.Task[Any],
     kind: type[ChatRequest | CompletionRequest | Dialect],
-    waiting: StreamedReplies,
+    refused: StreamedReplies,
     state: dict[str, Any],
 ) -> AsyncIterator[str]:
-    """The events of a stream that began before its model was loaded; ``waiting`` writes those until then. A
-    refusal goes into ``state`` too, for the log."""
-    encoded = _line if waiting.is_lines else _event
+    """The events of a stream that began before its model was loaded. Until then there are comments alone:
+    clients want the events of a protocol in order. ``refused`` writes a refusal, which goes into ``state``
+    too, for the log."""
+    encoded = _line if refused.is_lines else _event
     while not answering.done():
-        if not waiting.is_lines:
+        if not refused.is_lines:
             yield ": the model is being loaded\n\n"
-        for body in waiting.waiting():
-            yield encoded(body)
         await asyncio.wait({answering}, timeout=AWAKE_SECONDS)
     try:
         stream = answering.result()
     except RequestError as error:
         state["refusal"] = kind.own_error(error)
-        for body in waiting.failed(state["refusal"]):
+        for body in (*refused.start(1), *refused.failed(state["refusal"])):
             yield encoded(body)
         return
     async for event in stream.body_iterator:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 
 import httpx
+import openai
 import pytest
 from tiny_chat import VOCAB_SIZE, chat_model, chat_tokenizer, save_chat_model
 from tiny_server import HELLO, expected, running_pool, wait_until
@@ -461,6 +462,27 @@ def test_a_stream_that_waited_in_vain_says_why_in_the_words_of_its_protocol(
         lines = [line for line in reply.text.splitlines() if line]
         assert words in reply.text and "files cannot be read" in reply.text and "/home" not in reply.text
         assert not last or lines[-1] == last
+        if path == "/v1/responses":  # clients take no event before it
+            assert next(line for line in lines if line[0] == "e") == "event: response.created"
+
+
+def test_a_late_response_begins_with_the_event_that_clients_want_first(monkeypatch):
+    monkeypatch.setattr(application, "LOADING_SECONDS", 0.01)
+    monkeypatch.setattr(application, "AWAKE_SECONDS", 0.05)
+
+    def load(name, metrics):
+        time.sleep(0.3)
+        return served._service(name, metrics)
+
+    with serving(load=load) as served:
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+        with client.responses.stream(
+            model="one", input="Hello", max_output_tokens=12, temperature=0
+        ) as stream:
+            events = [*stream]
+        assert events[0].type == "response.created"
+        deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+        assert "".join(deltas) == text_of("one")
 
 
 def test_a_refusal_that_comes_soon_is_a_status():
