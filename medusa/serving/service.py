@@ -64,7 +64,7 @@ from medusa.serving.requests import (
 )
 from medusa.serving.settings import ServiceOptions
 from medusa.serving.tokenized_model import TEMPLATE_ERRORS, TokenizedModel
-from medusa.serving.worker import CHUNK_SECONDS, Answer, Update, Worker, WorkerEnded
+from medusa.serving.worker import Answer, Update, Worker, WorkerEnded
 from medusa.text_stream import AnswerText
 
 log = logging.getLogger("medusa.serving")
@@ -78,6 +78,9 @@ TEXT_RULES: dict[str, Callable[[str, Any], str]] = {
     "grammar": lark_rule,
 }
 """The grammar rule for each kind of structured output."""
+CHUNK_SECONDS = 0.25
+"""The longest time of a part of a prompt, or of a text that is embedded: a request that comes meanwhile waits
+for it."""
 CPU_CHUNK = 64
 """Prompt tokens at a time on a CPU: there a token costs no more in a short chunk than in a long one, and
 running answers wait for the whole of it."""
@@ -162,7 +165,7 @@ class Service(TokenizedModel):
             batches[True] = model.continuous_batch(few, plain=True)
         self.metrics = metrics or ServerMetrics()
         texts = EmbeddingQueue(self.limits.chunk, CHUNK_SECONDS, options.max_waiting)
-        self.worker = Worker(batches, self.metrics, model.learning, texts)
+        self.worker = Worker(batches, self.metrics, texts, model.learning)
         self.metrics.watch(batches, lambda: self.worker.num_added, model.learning, self.store)
         self.count_as_busy(lambda: False)
         if model.learning is not None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from medusa.acceptance.grammar import GrammarFailed
 from medusa.acceptance.sampling import TokenLogprobs
 from medusa.decoding.batch import Batch
-from medusa.decoding.scheduler import LEAST_CHUNK, QueueFull
+from medusa.decoding.scheduler import QueueFull
 from medusa.decoding.state import DecodeRequest, Row
 from medusa.decoding.step import RowOutput
 from medusa.hardware import release_threads
@@ -26,9 +26,6 @@ from medusa.learning.idle_learning import IdleLearning
 from medusa.serving.embeddings import EmbeddingQueue, EmbeddingTask
 from medusa.serving.metrics import ServerMetrics
 from medusa.text_stream import AnswerText, Piece
-
-CHUNK_SECONDS = 0.25
-"""The longest time of a part of a prompt or a text: a request that comes meanwhile waits for it."""
 
 log = logging.getLogger("medusa.serving")
 
@@ -105,13 +102,13 @@ class Worker:
         self,
         batches: dict[bool, Batch],
         metrics: ServerMetrics,
+        embeddings: EmbeddingQueue,
         learning: IdleLearning | None = None,
-        embeddings: EmbeddingQueue | None = None,
     ):
         self.batches = batches
         self.learning = learning
         self.metrics = metrics
-        self.embeddings = embeddings or EmbeddingQueue(LEAST_CHUNK, CHUNK_SECONDS, 0)
+        self.embeddings = embeddings
         self._is_embedding = False
         self.seconds = dict.fromkeys(self._kinds, 0.0)
         self._changed = threading.Condition()
