@@ -63,10 +63,11 @@ class ServiceOptions:
     """Requests that wait."""
     cache_mib: int | None = None
     """Key-value cache of the running answers, in MiB: every one takes as much as the longest. None is half of
-    the memory that is left once the model is loaded."""
+    the memory that is left once the model is loaded, and with --models at most an eighth of --memory-mib."""
     prefix_mib: int | None = None
     """Key-value cache of texts that have ended, in MiB: a conversation's next turn does not read them again.
-    None is an eighth of that memory, or 32,768 tokens where these take less."""
+    None is an eighth of that memory, or 32,768 tokens where these take less; with --models at most a
+    thirty-second of --memory-mib."""
     prefix_store_mib: int = 4096
     """The same on disk, in MiB, of all models: a prompt of 1,024 tokens and more that was read before is not
     read again after a restart. 0: nothing is written."""
