@@ -22,9 +22,11 @@ from medusa.base.architecture_check import check_base, check_is_model
 from medusa.base.causal_lm import CausalLM, lm_head_device, vocab_size
 from medusa.base.known_models import digest_of_files, heads_that_fit, learning_place
 from medusa.base.loading import BaseSource, find_base, load_base, load_tokenizer
+from medusa.base.pooling import Pooling
 from medusa.base.profile import BaseProfile
 from medusa.decoding.adaptive import AdaptiveDrafting, DraftCosts
 from medusa.decoding.batch import Batch, BatchLimits, StepResult, decode
+from medusa.decoding.pooled_states import PooledStates
 from medusa.decoding.prefix_cache import PrefixCache
 from medusa.decoding.prefix_store import PrefixStore, prefix_home
 from medusa.decoding.request import check_arguments, decode_request, joined_sequences, with_stop_strings
@@ -606,6 +608,15 @@ class MedusaModel:
             limits or BatchLimits(),
             max_nodes=1 if plain else max(tree.num_nodes for tree in trees) + MAX_OPTIONAL_NODES,
         )
+
+    def pooled_states(self, ids: Sequence[int], pooling: Pooling) -> PooledStates:
+        """The embedding of a text with the tokens ``ids``, to be read; see
+        :mod:`medusa.decoding.pooled_states`.
+
+        Raises:
+            ValueError: as :meth:`continuous_batch`.
+        """
+        return PooledStates(self._steps.runner_of_many(self.step), ids, pooling)
 
     def request(
         self,

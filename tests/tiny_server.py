@@ -15,6 +15,7 @@ from tiny_chat import chat_tokenizer
 from medusa import CandidateTree, MedusaModel
 from medusa.decoding.batch import Batch
 from medusa.serving.application import create_application
+from medusa.serving.model_pool import ModelPool
 from medusa.serving.output_parser import Part
 from medusa.serving.server import SignalledServer, bound_socket
 from medusa.serving.service import Service
@@ -95,19 +96,29 @@ def running(
     **options,
 ) -> Iterator[Running]:
     service = tiny_service(model, num_owners=len(access.api_key) if access else 0, **options)
+    with running_pool(ModelPool.of(service), access, grace_seconds) as (port, server):
+        yield Running(service, port, server)
+
+
+@contextmanager
+def running_pool(
+    pool: ModelPool, access: AccessOptions | None = None, grace_seconds: float = 30.0
+) -> Iterator[tuple[int, SignalledServer]]:
+    """The port of a server of ``pool``, and the server."""
     listening = bound_socket("127.0.0.1", 0)
-    app = create_application(service, access or AccessOptions())
-    server = SignalledServer(uvicorn.Config(app, log_level="error"), service, grace_seconds)
-    service.start()
+    app = create_application(pool, access or AccessOptions())
+    server = SignalledServer(uvicorn.Config(app, log_level="error"), pool, grace_seconds)
+    pool.start()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
         wait_until(lambda: server.started)
-        yield Running(service, listening.getsockname()[1], server)
+        yield listening.getsockname()[1], server
     finally:
         server.should_exit = True
         thread.join()
-        service.worker.close()
+        for model in pool.loaded:
+            model.service.worker.close()
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:

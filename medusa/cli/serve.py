@@ -6,12 +6,15 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePath
+from typing import TYPE_CHECKING
 
 from medusa.cli.options import ModelOptions
 from medusa.console import log_console
 from medusa.options import TemplateOptions
-from medusa.serving.settings import AccessOptions, AddressOptions, ServiceOptions
+from medusa.serving.settings import AccessOptions, AddressOptions, PoolOptions, ServiceOptions
+
+if TYPE_CHECKING:
+    from medusa.serving.service import Service
 
 KEY_VARIABLE = "MEDUSA_API_KEY"
 
@@ -21,11 +24,12 @@ class ServeOptions:
     """Answer over HTTP as OpenAI's servers do: /v1/chat/completions, /v1/responses, /v1/completions,
     /v1/models, /tokenize, /detokenize, /version, /health, /metrics; as Anthropic's: /v1/messages; and as
     Ollama's: /api/chat, /api/generate. Requests are decoded together, and each gets the same text as in a
-    batch of its own.
+    batch of its own. /v1/embeddings is for models that are made for it.
 
         medusa serve
         medusa serve --engine int8 --max-rows 8
         medusa serve --host 0.0.0.0 --api-key SECRET
+        medusa serve --models small=qwen2.5-coder-0.5b large=qwen2.5-coder-1.5b
 
         curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
             -d '{"messages": [{"role": "user", "content": "Hello!"}], "stream": true}'
@@ -33,6 +37,7 @@ class ServeOptions:
 
     model: ModelOptions = ModelOptions()
     template: TemplateOptions = TemplateOptions()
+    pool: PoolOptions = PoolOptions()
     service: ServiceOptions = ServiceOptions()
     address: AddressOptions = AddressOptions()
     access: AccessOptions = AccessOptions()
@@ -40,10 +45,10 @@ class ServeOptions:
 
 def serve(options: ServeOptions) -> list[str]:
     """Serve until SIGINT or SIGTERM."""
-    from medusa.cli.loading import learn_from_use, load_model  # which import torch, as all of these do
+    from medusa.cli.served_models import model_pool  # which imports torch, as all of these do
     from medusa.serving.gate import is_loopback
+    from medusa.serving.model_pool import ModelPool
     from medusa.serving.server import bound_socket, check_certificate, run_server
-    from medusa.serving.service import Service
 
     address = options.address
     keys = api_keys(options.access.api_key, os.environ)
@@ -68,26 +73,26 @@ def serve(options: ServeOptions) -> list[str]:
     )
     check_certificate(address)
     with bound_socket(address.host, address.port) as bound:
-        model = load_model(options.model, template=options.template)
-        names = options.service.served_model_name or model_names(options.model.base, model.base.name_or_path)
-        served = replace(options.service, served_model_name=names)
-        if learns:
-            learn_from_use(model, options.model, options.service.plain)
-        service = Service(model, served, options.template.template_kwargs, len(keys))
-        run_server(service, access, bound, address)
+        if options.pool.models:
+            pool = model_pool(options.pool, options.model, options.template, options.service, len(keys))
+        else:
+            pool = ModelPool.of(_service(options, len(keys)))
+        run_server(pool, access, bound, address)
     return []  # its first line said where it answers
 
 
-def model_names(base: str | None, path: str) -> tuple[str, ...]:
-    """Names by which clients may call the model, the official one first: the last part of ``base``, ``base``
-    as it was typed, and the name of the file or directory at ``path`` that is loaded for it, also without
-    the ending ".gguf"."""
-    of_path = PurePath(path or "model")
-    names = [] if base is None else [PurePath(base).name, base]
-    names.append(of_path.name)
-    if of_path.suffix == ".gguf":
-        names.append(of_path.stem)
-    return tuple(dict.fromkeys(names))
+def _service(options: ServeOptions, num_keys: int) -> Service:
+    """The service of the one base that was named."""
+    from medusa.cli.loading import learn_from_use, load_model
+    from medusa.cli.served_models import model_names
+    from medusa.serving.service import Service
+
+    model = load_model(options.model, template=options.template)
+    names = options.service.served_model_name or model_names(options.model.base, model.base.name_or_path)
+    served = replace(options.service, served_model_name=names)
+    if options.service.learn:
+        learn_from_use(model, options.model, options.service.plain)
+    return Service(model, served, options.template.template_kwargs, num_keys)
 
 
 def api_keys(flags: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ from medusa.engine.file_weights import (
 )
 from medusa.engine.held_sizes import HeldSizes, check_fits
 from medusa.engine.kernels import kernels_unsupported_reason
-from medusa.engine.quantised_loading import load_held_mtp_layers, load_quantised
+from medusa.engine.quantised_loading import bytes_of_quantised, load_held_mtp_layers, load_quantised
 from medusa.engine.views import pack_linears, packed_as
 from medusa.heads.checkpoint import HeadsCheckpoint
 from medusa.heads.draft_vocab import likely_tokens
@@ -76,17 +76,10 @@ def load_for_engine(source: str | Path | BaseSource, engine: Engine, **kwargs: A
     source = find_base(source, **kwargs)
     if is_held_quantised(source):
         return load_quantised(source, engine)
-    if engine == "auto":
-        engine = "eager" if kernels_unsupported_reason() is not None else "packed"
-    has_kernels = engine != "eager" and kernels_unsupported_reason() is None
-    with explained_kind(source.name):
-        model = empty_model(source.config, bool(source.arguments.get("trust_remote_code")))
-    stored = StoredWeights.of(source, model)
-    is_ours = stored is not None and has_kernels and is_code_of_transformers(model)
-    is_ours = is_ours and is_code_of_transformers(model.get_decoder()) and not _has_adapter(source)
-    sizes = HeldSizes.of(text_part(model), stored, is_beside=not is_ours)
+    engine = _chosen(engine)
+    stored, sizes = _sizes(source, engine)
     check_fits(source.name, engine, sizes.bytes_for)
-    if stored is None or not is_ours:
+    if stored is None or sizes.is_beside:
         return load_base(source, dtype=torch.float32)
     base = load_base(source, dtype=stored.dtype)
     if not getattr(base, "_hf_peft_config_loaded", False):
@@ -98,6 +91,38 @@ def load_for_engine(source: str | Path | BaseSource, engine: Engine, **kwargs: A
     # what other code computes for itself while it is made, in the narrow type, cannot be computed anew; and
     # an adapter that lies beside the weights, which transformers puts on, was rounded to that type
     return load_base(source, dtype=torch.float32)
+
+
+def held_bytes(source: BaseSource, engine: Engine) -> int:
+    """Memory that the weights of the base at ``source`` take on a CPU as ``engine`` holds them, about; none
+    of them is read.
+
+    Raises:
+        ValueError: its files are damaged, or in a form that is not read.
+    """
+    if is_held_quantised(source):
+        return bytes_of_quantised(source, engine)
+    engine = _chosen(engine)
+    return _sizes(source, engine)[1].bytes_for(engine)
+
+
+def _chosen(engine: Engine) -> Engine:
+    """The engine that "auto" means for a base that is not quantised."""
+    if engine != "auto":
+        return engine
+    return "eager" if kernels_unsupported_reason() is not None else "packed"
+
+
+def _sizes(source: BaseSource, engine: Engine) -> tuple[StoredWeights | None, HeldSizes]:
+    """The weights in the files of a base that is not quantised, None where they cannot be mapped; and their
+    sizes in memory."""
+    has_kernels = engine != "eager" and kernels_unsupported_reason() is None
+    with explained_kind(source.name):
+        model = empty_model(source.config, bool(source.arguments.get("trust_remote_code")))
+    stored = StoredWeights.of(source, model)
+    is_ours = stored is not None and has_kernels and is_code_of_transformers(model)
+    is_ours = is_ours and is_code_of_transformers(model.get_decoder()) and not _has_adapter(source)
+    return stored, HeldSizes.of(text_part(model), stored, is_beside=not is_ours)
 
 
 def load_own_head(base: CausalLM, max_depth: int | None = None) -> MtpHead:

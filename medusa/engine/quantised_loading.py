@@ -75,7 +75,7 @@ def load_quantised(source: BaseSource, engine: Engine) -> CausalLM:
             its model.
         MemoryError: there is too little memory for it; the message says what would fit.
     """
-    is_widened = engine == "eager" or kernels_unsupported_reason() is not None
+    is_widened = _is_widened(engine)
     if source.gguf is None:
         directory = quantised_directory(source)
         return (
@@ -88,6 +88,31 @@ def load_quantised(source: BaseSource, engine: Engine) -> CausalLM:
         _check_widened_fits(source.name, num_weights, source.gguf.num_bytes)
         return load_widened(source, torch.float32)
     return _held_file(source, source.gguf, engine)
+
+
+def bytes_of_quantised(source: BaseSource, engine: Engine) -> int:
+    """Memory that the weights of a base that is quantised take as ``engine`` holds them, about; none of them
+    is read.
+
+    Raises:
+        ValueError: a file is not what it says, or in a form that is not read.
+    """
+    if source.gguf is None:
+        directory = quantised_directory(source)
+        base = directory.empty_model(**source_arguments(source.arguments))
+        if _is_widened(engine):
+            return 4 * sum(weight.numel() for weight in base.parameters())
+        return _bytes_of_directory(directory, base, engine)
+    if _is_widened(engine):
+        return 4 * sum(math.prod(entry.shape) for entry in source.gguf.tensors.values())
+    model = gguf_model()
+    base = model.empty_model(source.gguf, source.config)
+    return _HeldTensors.of(source.gguf, base, model.placed_weights(source.gguf, base)).num_bytes
+
+
+def _is_widened(engine: Engine) -> bool:
+    """Whether a quantised base is held in float32."""
+    return engine == "eager" or kernels_unsupported_reason() is not None
 
 
 def _check_widened_fits(name: str, num_weights: int, in_files: int) -> None:
@@ -112,8 +137,7 @@ def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: E
     layers, plain = directory.of_text(base)
     experts = directory.quantised_experts(base)
     int8 = engine == "int8" and all(each.form == "fp8" for each in layers.values())
-    num_bytes = _bytes_held(directory, base, layers, plain, int8)
-    num_bytes += sum(math.prod(shape) for shape in experts.values()) * 17 // 32  # bytes of a block
+    num_bytes = _bytes_of_directory(directory, base, engine)
     check_fits(source.name, engine, lambda _: num_bytes, ())
     head = lm_head(base)
     modules = dict(base.named_modules())
@@ -157,6 +181,14 @@ def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: E
             "reads weights itself; use engine='eager'"
         )
     return base
+
+
+def _bytes_of_directory(directory: QuantisedDirectory, base: CausalLM, engine: Engine) -> int:
+    """Memory that the weights of ``base`` take, about."""
+    layers, plain = directory.of_text(base)
+    int8 = engine == "int8" and all(layer.form == "fp8" for layer in layers.values())
+    of_experts = sum(math.prod(shape) for shape in directory.quantised_experts(base).values())
+    return _bytes_held(directory, base, layers, plain, int8) + of_experts * 17 // 32  # bytes of a block
 
 
 def _bytes_held(

@@ -1,4 +1,4 @@
-"""The HTTP application: the endpoints of all protocols over one :class:`medusa.serving.service.Service`.
+"""The HTTP application: the endpoints of all protocols over a :class:`medusa.serving.model_pool.ModelPool`.
 
 Nothing here decodes. Requests have passed :mod:`medusa.serving.gate`, and an answer never shows a path, a
 template or a traceback. A client that disconnects has its answers dropped before the next step.
@@ -32,22 +32,31 @@ from starlette.exceptions import HTTPException
 import medusa
 from medusa.conversations import check_keepable
 from medusa.serving.dialects import Dialect, ReplyContext
+from medusa.serving.embeddings import EmbeddingLost
 from medusa.serving.gate import MAX_UNREAD, PAGE_SCRIPTS, Gate, answer_of
 from medusa.serving.messages import MessagesRequest
+from medusa.serving.model_pool import Lease, ModelPool, ServedModel
 from medusa.serving.ollama import (
     OLLAMA_VERSION,
+    EmbedRequest,
+    OldEmbedRequest,
     OllamaChatRequest,
     OllamaGenerateRequest,
     ShowRequest,
+    loaded_card,
     ollama_card,
     ollama_facts,
 )
+from medusa.serving.output_formats import OutputFormat
+from medusa.serving.output_parser import OutputParser
 from medusa.serving.replies import DONE, LlamaReplies, Replies, RequestError, StreamedReplies, usage_of
 from medusa.serving.requests import (
     Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
+    EmbeddingsRequest,
     InfillRequest,
     LlamaInfillRequest,
     NotFinite,
@@ -72,12 +81,14 @@ AWAKE_SECONDS = 10.0
 waiting."""
 SHOWN_SECONDS = 1.0
 """The same, for who watches."""
+LOADING_SECONDS = 2.0
+"""How long a stream waits for its model before it begins: a refusal within them is a status."""
 NUM_PREPARING = 4
 """Requests that are read or tokenised at once."""
 
 
-def create_application(service: Service, access: AccessOptions) -> FastAPI:
-    """The application; ``service`` must have been started."""
+def create_application(pool: ModelPool, access: AccessOptions) -> FastAPI:
+    """The application; ``pool`` must have been started."""
     app = FastAPI(title="medusa", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(Gate, access=access)
     if access.cors_origin:
@@ -91,10 +102,10 @@ def create_application(service: Service, access: AccessOptions) -> FastAPI:
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(HTTPException, _http_refused)
 
-    endpoints = _Endpoints(service, access)
+    endpoints = _Endpoints(pool, access)
     home = files("medusa.serving")
     page = (home / "page.html").read_text(encoding="utf-8")
-    if service.options.allow_plain:
+    if pool.options.allow_plain:
         page = page.replace('id="race" hidden', 'id="race"')
     scripts = {name: (home / "vendor" / name).read_bytes() for name in PAGE_SCRIPTS}
 
@@ -112,12 +123,12 @@ def create_application(service: Service, access: AccessOptions) -> FastAPI:
 
     @readable("/health")
     async def health() -> JSONResponse:
-        ready = service.is_ready
+        ready = pool.is_ready
         return JSONResponse({"status": "ok" if ready else "unavailable"}, 200 if ready else 503)
 
     @readable("/metrics")
     async def metrics() -> Response:
-        return Response(service.metrics.exposed(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(pool.exposed(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @readable("/version")
     async def version() -> dict[str, str]:
@@ -125,24 +136,24 @@ def create_application(service: Service, access: AccessOptions) -> FastAPI:
 
     @readable("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [service.model_card(name) for name in service.names]}
+        return {"object": "list", "data": [*pool.listed(ServedModel.card)]}
 
     @readable("/v1/models/{name:path}")
-    async def model(name: str) -> Any:
-        service.check_name(name)
-        return service.model_card(service.real_name(name))
+    async def model_named(name: str) -> Any:
+        model = pool.named(name)
+        return model.card(model.real_name(name))
 
     @readable("/v1/heads")
-    async def heads() -> dict[str, Any]:
-        return service.heads_card()
+    async def heads(model: str | None = None) -> dict[str, Any]:
+        return pool.named(model).heads_card()
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Any:
-        return await endpoints.computed(request, TokenizeRequest, service.tokens)
+        return await endpoints.computed(request, TokenizeRequest, Service.tokens)
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Any:
-        return await endpoints.computed(request, DetokenizeRequest, service.text)
+        return await endpoints.computed(request, DetokenizeRequest, Service.text)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -173,7 +184,19 @@ def create_application(service: Service, access: AccessOptions) -> FastAPI:
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Any:
         with _own_words(MessagesRequest):
-            return await endpoints.computed(request, MessagesRequest, service.num_tokens)
+            return await endpoints.computed(request, MessagesRequest, Service.num_tokens)
+
+    @app.post("/v1/embeddings")
+    async def embed(request: Request) -> Response:
+        return await endpoints.embedded(request, EmbeddingsRequest)
+
+    @app.post("/api/embed")
+    async def embed_as_ollama(request: Request) -> Response:
+        return await endpoints.embedded(request, EmbedRequest)
+
+    @app.post("/api/embeddings")
+    async def embed_as_old_ollama(request: Request) -> Response:
+        return await endpoints.embedded(request, OldEmbedRequest)
 
     @readable("/api/version")
     async def ollama_version() -> dict[str, str]:
@@ -181,15 +204,15 @@ def create_application(service: Service, access: AccessOptions) -> FastAPI:
 
     @readable("/api/tags")
     async def ollama_models() -> dict[str, Any]:
-        return {"models": [ollama_card(service, name) for name in service.names]}
+        return {"models": [*pool.listed(ollama_card)]}
 
     @readable("/api/ps")
     async def ollama_loaded() -> dict[str, Any]:
-        return {"models": [ollama_card(service, service.names[0])]}
+        return {"models": [*map(loaded_card, pool.loaded)]}
 
     @app.post("/api/show")
     async def ollama_show(request: Request) -> Any:
-        return await endpoints.computed(request, ShowRequest, partial(ollama_facts, service))
+        return await endpoints.shown(request)
 
     @app.post("/api/chat")
     async def chat_as_ollama(request: Request) -> Response:
@@ -283,10 +306,10 @@ def _checked(raw: bytes, kind: Any) -> Any:
 class _Endpoints:
     """Shared code of the endpoints that read a body."""
 
-    def __init__(self, service: Service, access: AccessOptions):
-        self.service = service
+    def __init__(self, pool: ModelPool, access: AccessOptions):
+        self.pool = pool
         self.access = access
-        self.most_waiting = service.limits.max_rows + service.limits.max_waiting
+        self.most_waiting = pool.options.max_rows + pool.options.max_waiting
         self.preparing = CapacityLimiter(NUM_PREPARING)
         self.compiling = CapacityLimiter(1)
         self.num_under_way: Counter[CapacityLimiter] = Counter()
@@ -306,31 +329,114 @@ class _Endpoints:
         finally:
             self.num_under_way[threads] -= 1
 
+    async def _body_of(self, http_request: Request, kind: type[Body]) -> Any:
+        """The body as ``kind``; the header of the reply names the fields of it that nobody reads."""
+
+        def read(raw: bytes) -> tuple[Any, list[str]]:
+            body = _checked(raw, kind)
+            return body, [*body.unread()]
+
+        body, unread = await self._run(self.preparing, read, await _body(http_request))
+        http_request.scope["state"]["unread"] = unread
+        return body
+
     async def computed(
-        self, http_request: Request, kind: type[Body], work: Callable[[Any], dict[str, Any]]
+        self, http_request: Request, kind: type[Body], work: Callable[[Service, Any], dict[str, Any]]
     ) -> dict[str, Any]:
-        """The result of ``work`` on a body of this kind."""
+        """The result of ``work`` on a body of this kind, by the model that it names."""
+        body = await self._body_of(http_request, kind)
+        lease = await self.pool.lease(self.pool.named(body.model), body.keep_seconds)
+        try:
+            return await self._run(self.preparing, work, lease.service, body)
+        finally:
+            lease.release()
 
-        def read(raw: bytes) -> tuple[Body, list[str]]:
-            request = _checked(raw, kind)
-            return request, [*request.unread()]
+    async def shown(self, http_request: Request) -> dict[str, Any]:
+        """What Ollama's clients ask about a model first."""
+        body = await self._body_of(http_request, ShowRequest)
+        return await self._run(self.preparing, ollama_facts, self.pool.named(body.model or body.name))
 
-        request, http_request.scope["state"]["unread"] = await self._run(
-            self.preparing, read, await _body(http_request)
-        )
-        return await self._run(self.preparing, work, request)
+    async def embedded(self, http_request: Request, kind: type[EmbeddingRequest]) -> Response:
+        """The embeddings of the texts of a request of this kind."""
+        body = await self._body_of(http_request, kind)
+        model = self.pool.named(body.model)
+        reply = await _unless_disconnected(http_request, self._embedded(http_request, body, model))
+        return Response(status_code=499) if reply is None else reply
+
+    async def _embedded(self, http_request: Request, body: EmbeddingRequest, model: ServedModel) -> Response:
+        began = time.monotonic()
+        lease = await self.pool.lease(model, body.keep_seconds)
+        try:
+            service = lease.service
+            texts = await self._run(self.preparing, service.embedded_texts, body)
+            vectors = await asyncio.wrap_future(service.embed(texts))
+            num_tokens = sum(map(len, texts))
+            seconds = time.monotonic() - began
+
+            def reply() -> JSONResponse:
+                shown = service.shortened(vectors, body.dimensions)
+                return _PatientResponse(body.reply(model.real_name(body.model), shown, num_tokens, seconds))
+
+            state = http_request.scope["state"]
+            entry = {"request_id": state["request_id"], "path": http_request.url.path, "texts": len(texts)}
+            log.info(json.dumps({**entry, "prompt_tokens": num_tokens, "seconds": round(seconds, 4)}))
+            return await run_in_threadpool(reply)
+        except EmbeddingLost as lost:
+            failure = _failure(str(lost))
+            assert failure is not None
+            raise failure from lost
+        finally:
+            lease.release()
 
     async def answered(
         self, http_request: Request, kind: type[ChatRequest | CompletionRequest | Dialect]
     ) -> Response:
-        """The answers to a request of this kind, whole or as a stream."""
-        service = self.service
-        body, request, unread = await self._run(self.preparing, self._read, await _body(http_request), kind)
-        http_request.scope["state"]["unread"] = unread
-        immediate_reply = body.told_at_once(service.real_name(body.model))
+        """The answers to a request of this kind, whole or as a stream. Where its model is not loaded after a
+        moment, a stream begins, and says that it waits."""
+        body = await self._body_of(http_request, kind)
+        model = self.pool.named(body.model)
+        immediate_reply = body.told_at_once(model.real_name(body.model))
         if immediate_reply is not None:
-            service.check_name(body.model)
+            await self._kept(model, body.keep_seconds)
             return JSONResponse(immediate_reply)
+        answering = asyncio.ensure_future(self._answered(http_request, body, model))
+        if not body.stream:
+            reply = await _unless_disconnected(http_request, answering)
+            return Response(status_code=499) if reply is None else reply
+        await asyncio.wait({answering}, timeout=None if model.is_ready else LOADING_SECONDS)
+        if answering.done():
+            return answering.result()
+        replies = _replies(body, body.asked, model.real_name(body.model))
+        events = _late_events(answering, kind, replies, http_request.scope["state"])
+        return _Stream(events, partial(_give_up, answering), replies.is_lines)
+
+    async def _kept(self, model: ServedModel, keep_seconds: float | None) -> None:
+        """Have ``model`` loaded, or put down, as a request wants that wants nothing else."""
+        if keep_seconds == 0:
+            self.pool.put_down_when_idle(model)
+        else:
+            (await self.pool.lease(model, keep_seconds)).release()
+
+    async def _answered(
+        self, http_request: Request, body: ChatRequest | CompletionRequest | Dialect, model: ServedModel
+    ) -> Response:
+        """The answers to ``body``, once its model is loaded."""
+        lease = await self.pool.lease(model, body.keep_seconds)
+        try:
+            return await self._answered_by(lease, http_request, body)
+        except BaseException:
+            lease.release()
+            raise
+
+    async def _answered_by(
+        self, lease: Lease, http_request: Request, body: ChatRequest | CompletionRequest | Dialect
+    ) -> Response:
+        """The answers to ``body``; ``lease`` ends with them, unless this raises."""
+        service = lease.service
+        request = body.asked
+        state = http_request.scope["state"]
+        of_template = await self._run(self.preparing, service.unread, request)
+        state["unread"] = [*dict.fromkeys([*state["unread"], *map(body.own_name, of_template)])]
         service.check(request)
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
@@ -346,14 +452,16 @@ class _Endpoints:
         grammar = None
         if request.is_formed:
             grammar = await self._run(self.compiling, service.grammar, request, prompts[0])
-        owner = http_request.scope["state"].get("owner")
-        replies = await run_in_threadpool(_replies, service, body, request, prompts)
+        owner = state.get("owner")
+        name = lease.model.real_name(request.model)
+        replies = await run_in_threadpool(_replies, body, request, name, service, prompts)
         answers = await run_in_threadpool(service.answers, request, prompts, listener_of, grammar, owner)
         service.submit(answers)
         record = _Record(http_request, request, answers, sum(map(len, prompts)), self.access.log_prompts)
 
         def end() -> None:
             service.worker.cancel(answers)
+            lease.release()
             record.state["is_logged"] = True
             if not record.is_written:  # the client has left, or the server failed: nobody waits for it
                 loop.run_in_executor(None, record.write)
@@ -361,21 +469,43 @@ class _Endpoints:
         if request.stream:
             return _Stream(_events(request, answers, queue, replies, record), end, replies.is_lines)
         try:
-            updates = await _unless_disconnected(http_request, _collected(queue, len(answers)))
-            if updates is None:
-                return Response(status_code=499)
+            updates = await _collected(queue, len(answers))
             return await run_in_threadpool(_whole, updates, replies, record)
         finally:
             end()
 
-    def _read(
-        self, raw: bytes, kind: type[ChatRequest | CompletionRequest | Dialect]
-    ) -> tuple[Any, ChatRequest | CompletionRequest, list[str]]:
-        """A body of this kind, the same as a chat or a completion, and the fields that nobody reads."""
-        body = _checked(raw, kind)
-        request = body.asked
-        unread = [*body.unread(), *map(body.own_name, self.service.unread(request))]
-        return body, request, [*dict.fromkeys(unread)]
+
+async def _late_events(
+    answering: asyncio.Task[Any],
+    kind: type[ChatRequest | CompletionRequest | Dialect],
+    refused: StreamedReplies,
+    state: dict[str, Any],
+) -> AsyncIterator[str]:
+    """The events of a stream that began before its model was loaded. Until then there are comments alone:
+    clients want the events of a protocol in order. ``refused`` writes a refusal, which goes into ``state``
+    too, for the log."""
+    encoded = _line if refused.is_lines else _event
+    while not answering.done():
+        if not refused.is_lines:
+            yield ": the model is being loaded\n\n"
+        await asyncio.wait({answering}, timeout=AWAKE_SECONDS)
+    try:
+        stream = answering.result()
+    except RequestError as error:
+        state["refusal"] = kind.own_error(error)
+        for body in (*refused.start(1), *refused.failed(state["refusal"])):
+            yield encoded(body)
+        return
+    async for event in stream.body_iterator:
+        yield event
+
+
+def _give_up(answering: asyncio.Task[Any]) -> None:
+    """End what a late stream waited for, or showed."""
+    if not answering.done():
+        answering.cancel()
+    elif not answering.cancelled() and answering.exception() is None:
+        answering.result().at_end()
 
 
 def _whole(updates: Sequence[Sequence[Update]], replies: StreamedReplies, record: _Record) -> JSONResponse:
@@ -413,18 +543,24 @@ class _PatientResponse(JSONResponse):
 
 
 def _replies(
-    service: Service,
     body: ChatRequest | CompletionRequest | Dialect,
     request: ChatRequest | CompletionRequest,
-    prompts: Sequence[Sequence[int]],
+    name: str,
+    service: Service | None = None,
+    prompts: Sequence[Sequence[int]] = (),
 ) -> StreamedReplies:
-    """The writer of replies of the requested kind."""
-    name = service.real_name(request.model)
+    """The writer of replies of the requested kind, which call the model ``name``; without a service of what
+    is told before an answer begins: that it waits, or that it failed."""
     if isinstance(body, Dialect):
-        reader = service.reader(request, prompts[0])
-        return body.replies(ReplyContext(name, service.tokenizer, reader, len(prompts[0]), service.sampling))
+        context = ReplyContext(name, None, OutputParser(OutputFormat()))
+        if service is not None:
+            reader = service.reader(request, prompts[0])
+            context = ReplyContext(name, service.tokenizer, reader, len(prompts[0]), service.sampling)
+        return body.replies(context)
     if isinstance(request, LlamaInfillRequest):
         return LlamaReplies(request, name)
+    if service is None:
+        return Replies(request, name, None)
     echoed: list[str] = []
     if isinstance(request, CompletionRequest) and not isinstance(request, InfillRequest):
         if request.echo:

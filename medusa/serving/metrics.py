@@ -17,7 +17,7 @@ SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5,
 
 
 class _BatchCollector(Collector):
-    """Metrics of the batches, collected on demand."""
+    """Metrics of the batches of a model that is loaded, collected on demand."""
 
     def __init__(
         self,
@@ -69,18 +69,11 @@ class _BatchCollector(Collector):
 
 
 class ServerMetrics:
-    """The counters of one server."""
+    """The counters of one model; they go on where it is loaded again."""
 
-    def __init__(
-        self,
-        batches: Mapping[bool, Batch],
-        learning: IdleLearning | None = None,
-        store: PrefixStore | None = None,
-    ):
-        self.num_submitted: Callable[[], int] = lambda: 0
-        """Requests that the batches do not know of yet."""
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_BatchCollector(batches, lambda: self.num_submitted(), learning, store))
+        self._loaded: _BatchCollector | None = None
         self._first = Histogram(
             f"{PREFIX}time_to_first_token_seconds",
             "From a request's arrival to its first token",
@@ -112,12 +105,38 @@ class ServerMetrics:
             ["position"],
             registry=self.registry,
         )
+        self._embedded = Counter(
+            f"{PREFIX}embedding_tokens", "Tokens of texts that were embedded", registry=self.registry
+        )
         self._ended = Counter(
             f"{PREFIX}request_success",
             "Answers by how they ended",
             ["finished_reason"],
             registry=self.registry,
         )
+
+    def watch(
+        self,
+        batches: Mapping[bool, Batch],
+        num_submitted: Callable[[], int],
+        learning: IdleLearning | None = None,
+        store: PrefixStore | None = None,
+    ) -> None:
+        """Tell of ``batches`` too, until :meth:`unwatch`; ``num_submitted`` counts the requests that they do
+        not know of yet."""
+        self._loaded = _BatchCollector(batches, num_submitted, learning, store)
+        self.registry.register(self._loaded)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether there are batches to tell of."""
+        return self._loaded is not None
+
+    def unwatch(self) -> None:
+        """Let go of the batches, which are no more."""
+        if self._loaded is not None:
+            self.registry.unregister(self._loaded)
+            self._loaded = None
 
     def began(self, seconds: float, num_tokens: int, num_prompt: int, num_reused: int) -> None:
         """An answer has got its first tokens, so long after it was asked for."""
@@ -143,9 +162,43 @@ class ServerMetrics:
             self._accepted.inc()
             self._accepted_per_position.labels(depth - 1).inc()
 
+    def embedded(self, num_tokens: int) -> None:
+        """So many tokens of texts are embedded."""
+        self._embedded.inc(num_tokens)
+
     def ended(self, reason: str) -> None:
         self._ended.labels(reason).inc()
 
     def exposed(self) -> bytes:
         """The text that Prometheus reads."""
         return generate_latest(self.registry)
+
+
+class _ByModel(Collector):
+    """The metrics of several models, each with its name as the label ``model_name``, as in vLLM."""
+
+    def __init__(self, metrics: Mapping[str, ServerMetrics]):
+        self.metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for name, metrics in self.metrics.items():
+            for family in metrics.registry.collect():
+                merged = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                for sample in family.samples:
+                    merged.add_sample(sample.name, {"model_name": name, **sample.labels}, sample.value)
+        loaded = GaugeMetricFamily(
+            f"{PREFIX}model_loaded", "Whether a model is in memory", labels=["model_name"]
+        )
+        for name, metrics in self.metrics.items():
+            loaded.add_metric([name], float(metrics.is_loaded))
+        return [*families.values(), loaded]
+
+
+def exposed_by_model(metrics: Mapping[str, ServerMetrics]) -> bytes:
+    """The text that Prometheus reads of several models, by their names."""
+    registry = CollectorRegistry()
+    registry.register(_ByModel(metrics))
+    return generate_latest(registry)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -16,29 +18,39 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool
+from torch import Tensor
 
 from medusa.serving.dialects import BlockReplies, Conversation, Dialect, ReplyContext
 from medusa.serving.json_repair import repaired
+from medusa.serving.model_pool import ServedModel
 from medusa.serving.replies import RequestError
 from medusa.serving.requests import (
     FIRST_ALONE,
     MAX_CALLS,
     MAX_MESSAGES,
+    MAX_TEXTS,
     MAX_TOOLS,
     Body,
     ChatRequest,
     CompletionRequest,
+    EmbeddingRequest,
     InfillRequest,
     Penalty,
     Tool,
     Whole,
     json_value,
+    shortened,
 )
-from medusa.serving.service import Service
 from medusa.serving.worker import Update
 
 OLLAMA_VERSION = "0.12.0"
 """Of Ollama, whose protocol this is: clients such as Copilot ask for 0.6.4 or newer."""
+
+
+SECONDS_OF = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+"""Units of a duration, as Go writes it."""
+DURATION_PART = re.compile(r"([0-9]+(?:\.[0-9]*)?)(ns|us|µs|ms|s|m|h)")
+NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 
 
 def _no_images(images: Any) -> None:
@@ -47,6 +59,28 @@ def _no_images(images: Any) -> None:
 
 
 NoImages = Annotated[None, BeforeValidator(_no_images)]
+
+
+def _keep_seconds(keep_alive: Any) -> float | None:
+    """Seconds that the model stays after a request; infinite for a negative time, as in Ollama."""
+    if keep_alive is None or keep_alive == "":
+        return None
+    text = str(keep_alive)
+    sign = text.startswith("-")
+    parts = DURATION_PART.findall(text.lstrip("-"))
+    if NUMBER.fullmatch(text):
+        seconds = abs(float(text))
+    elif parts and "".join(map("".join, parts)) == text.lstrip("-"):
+        seconds = sum(float(number) * SECONDS_OF[unit] for number, unit in parts)
+    else:
+        raise ValueError(
+            f"must be seconds, or a time such as 5m or 1h30m, got {shortened(text)!r}; negative is for ever"
+        )
+    return math.inf if sign and seconds else seconds
+
+
+KeepAlive = Annotated[float | None, BeforeValidator(_keep_seconds)]
+"""How long the model stays after a request, in seconds."""
 
 
 class CalledFunction(Body):
@@ -116,8 +150,11 @@ class OllamaRequest(Dialect):
     options: OllamaOptions | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: StrictBool | Literal["low", "medium", "high"] | None = None
-    keep_alive: str | float | None = None
-    """Ignored: the model stays while the server runs."""
+    keep_alive: KeepAlive = None
+
+    @property
+    def keep_seconds(self) -> float | None:
+        return self.keep_alive
 
     @property
     def says_nothing(self) -> bool:
@@ -140,8 +177,7 @@ class OllamaRequest(Dialect):
     def told_at_once(self, model_name: str) -> dict[str, Any] | None:
         if not self.says_nothing:
             return None
-        is_put_down = self.keep_alive in (0, "0", "0s")
-        reason = "unload" if is_put_down else "load"
+        reason = "unload" if self.keep_alive == 0 else "load"
         return {**_head(model_name), **self.answer_of({}), "done": True, "done_reason": reason}
 
     def answer_of(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,6 +270,41 @@ class OllamaGenerateRequest(OllamaRequest):
     def answer_of(self, message: Mapping[str, Any]) -> dict[str, Any]:
         thought = {name: text for name, text in message.items() if name == "thinking"}
         return {"response": message.get("content", ""), **thought}
+
+
+class EmbedRequest(EmbeddingRequest):
+    """``POST /api/embed``."""
+
+    input: str | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS), FIRST_ALONE]
+    truncate: StrictBool = True
+    options: OllamaOptions | None = None
+    keep_alive: KeepAlive = None
+
+    @property
+    def keep_seconds(self) -> float | None:
+        return self.keep_alive
+
+    @property
+    def is_cut(self) -> bool:
+        return self.truncate
+
+    def reply(self, name: str, vectors: Sequence[Tensor], num_tokens: int, seconds: float) -> dict[str, Any]:
+        return {
+            "model": name,
+            "embeddings": [vector.tolist() for vector in vectors],
+            "total_duration": round(seconds * 1e9),
+            "load_duration": 0,
+            "prompt_eval_count": num_tokens,
+        }
+
+
+class OldEmbedRequest(EmbedRequest):
+    """``POST /api/embeddings``, the older form: one text."""
+
+    input: str = Field(alias="prompt")
+
+    def reply(self, name: str, vectors: Sequence[Tensor], num_tokens: int, seconds: float) -> dict[str, Any]:
+        return {"embedding": vectors[0].tolist()}
 
 
 class OllamaReplies(BlockReplies):
@@ -331,57 +402,59 @@ class ShowRequest(Body):
     verbose: StrictBool | None = None
 
 
-def ollama_card(service: Service, name: str) -> dict[str, Any]:
+def ollama_card(model: ServedModel, name: str) -> dict[str, Any]:
     """The model as ``GET /api/tags`` lists it under a name."""
-    path = Path(service.model.base.name_or_path or "")
+    path = Path(model.path)
     files = [path] if path.is_file() else [*path.glob("*.safetensors")]
-    num_bytes = sum(file.stat().st_size for file in files) if service.model.base.name_or_path else 0
     return {
         "name": name,
         "model": name,
-        "modified_at": service.began_at,
-        "size": num_bytes,
-        "digest": hashlib.sha256(service.names[0].encode()).hexdigest(),
-        "details": _details(service),
+        "modified_at": model.began_at,
+        "size": sum(file.stat().st_size for file in files) if model.path else 0,
+        "digest": hashlib.sha256(model.names[0].encode()).hexdigest(),
+        "details": _details(model),
     }
 
 
-def ollama_facts(service: Service, request: ShowRequest) -> dict[str, Any]:
-    """What ``POST /api/show`` tells about the model, by which clients know what they may ask of it."""
-    service.check_name(request.model or request.name)
-    family = _details(service)["family"]
-    is_thinking = bool(service.output_format.unsearched[1])
-    can = {
-        "completion": True,
-        "tools": service.tokenizer.chat_template is not None and service.knows_tools,
-        "insert": service.infill is not None,
-        "thinking": is_thinking,
-    }
+def loaded_card(model: ServedModel) -> dict[str, Any]:
+    """The model, which is in memory, as ``GET /api/ps`` lists it: the memory that is planned for it, where
+    that is known, and when it is put down."""
+    card = ollama_card(model, model.names[0])
     return {
-        "modified_at": service.began_at,
-        "details": _details(service),
+        **card,
+        "size": model.num_bytes or card["size"],
+        "size_vram": 0,
+        "context_length": model.context,
+        "expires_at": model.expires_at.isoformat().replace("+00:00", "Z"),
+    }
+
+
+def ollama_facts(model: ServedModel) -> dict[str, Any]:
+    """What ``POST /api/show`` tells about the model, by which clients know what they may ask of it. It need
+    not be loaded: clients ask this of all models."""
+    tokenized = model.tokenized()
+    return {
+        "modified_at": model.began_at,
+        "details": _details(model),
         "model_info": {
-            "general.architecture": family,
-            "general.basename": service.names[0],
-            f"{family}.context_length": service.context,
+            "general.architecture": model.family,
+            "general.basename": model.names[0],
+            f"{model.family}.context_length": model.context,
         },
-        "capabilities": [name for name, is_there in can.items() if is_there],
-        "template": str(service.tokenizer.chat_template or ""),
-        "parameters": "\n".join(f"{name} {value}" for name, value in service.sampling.told.items()),
+        "capabilities": tokenized.capabilities,
+        "template": str(tokenized.tokenizer.chat_template or ""),
+        "parameters": "\n".join(f"{name} {value}" for name, value in tokenized.sampling.told.items()),
         "modelfile": "",
         "license": "",
     }
 
 
-def _details(service: Service) -> dict[str, Any]:
-    base = service.model.base
-    family = base.config.model_type
-    is_file = str(base.name_or_path or "").endswith(".gguf")
+def _details(model: ServedModel) -> dict[str, Any]:
     return {
         "parent_model": "",
-        "format": "gguf" if is_file else "safetensors",
-        "family": family,
-        "families": [family],
+        "format": "gguf" if model.path.endswith(".gguf") else "safetensors",
+        "family": model.family,
+        "families": [model.family],
         "parameter_size": "",
         "quantization_level": "",
     }

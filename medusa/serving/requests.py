@@ -6,6 +6,7 @@ honoured are refused, so that nobody gets something else than requested.
 
 from __future__ import annotations
 
+import base64
 import inspect
 import json
 import math
@@ -27,6 +28,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from medusa.base.sampling_advice import SamplingAdvice
@@ -43,6 +45,8 @@ MAX_FIELDS, MAX_NAME = 512, 64
 """Largest numbers of an object's fields, known or not, and of reported characters of a name."""
 MAX_TOKENS = 2**20
 MAX_PROMPTS = 64
+MAX_TEXTS = 2048
+"""Texts of a request for embeddings, as many as OpenAI takes."""
 TYPE_NAME = re.compile(r"str|int|float|bool|[a-z-]+\[.*\]|[A-Z]\w*")
 """Suffixes that pydantic appends to a field with several types."""
 TOKEN_ID = re.compile(r"[0-9]{1,10}")
@@ -136,6 +140,11 @@ class Body(BaseModel):
         if isinstance(fields, dict):
             body._as_sent = fields
         return body
+
+    @property
+    def keep_seconds(self) -> float | None:
+        """How long the model stays in memory after this request; None is what the server says."""
+        return None
 
     @property
     def as_sent(self) -> dict[str, Any]:
@@ -355,6 +364,11 @@ class SharedFields(Body):
     def own_name(cls, field: str) -> str:
         """What a client calls this field of :attr:`asked`."""
         return field
+
+    @classmethod
+    def own_error(cls, error: Any) -> Any:
+        """``error``, with the names that fields have here."""
+        return error
 
     @property
     def num_logprobs(self) -> int | None:
@@ -710,6 +724,64 @@ class DetokenizeRequest(Body):
 
     model: str | None = None
     tokens: Annotated[list[Token], Field(max_length=MAX_TOKENS), FIRST_ALONE]
+
+
+class EmbeddingRequest(Body):
+    """Texts to embed."""
+
+    model: str | None = None
+    dimensions: Annotated[Whole, Field(ge=1)] | None = None
+    """The first numbers of each vector alone, at its length again: for models that are trained for it."""
+
+    input: Any
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a text that is too long is cut; else it is refused."""
+        return False
+
+    @property
+    def texts(self) -> list[str | list[int]]:
+        """Each text, or its tokens."""
+        return _prompts_of(self.input)
+
+    def reply(self, name: str, vectors: Sequence[Tensor], num_tokens: int, seconds: float) -> dict[str, Any]:
+        """The body of the reply for ``vectors``, (D,) float32 each, by the model called ``name``."""
+        raise NotImplementedError
+
+
+class EmbeddingsRequest(EmbeddingRequest):
+    """``POST /v1/embeddings``."""
+
+    input: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS), FIRST_ALONE]
+        | Annotated[list[Token], Field(min_length=1, max_length=MAX_TOKENS), FIRST_ALONE]
+        | Annotated[list[list[Token]], Field(min_length=1, max_length=MAX_TEXTS), FIRST_ALONE]
+    )
+    encoding_format: Literal["float", "base64"] = "float"
+    user: str | None = None
+
+    def reply(self, name: str, vectors: Sequence[Tensor], num_tokens: int, seconds: float) -> dict[str, Any]:
+        is_base64 = self.encoding_format == "base64"
+        return {
+            "object": "list",
+            "data": [
+                {
+                    "object": "embedding",
+                    "index": index,
+                    "embedding": _as_base64(vector) if is_base64 else vector.tolist(),
+                }
+                for index, vector in enumerate(vectors)
+            ],
+            "model": name,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+
+
+def _as_base64(vector: Tensor) -> str:
+    """The numbers of ``vector``, four bytes each, the lowest first, as OpenAI's client asks for them."""
+    return base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
 
 
 def _prompts_of(prompt: Any) -> list[str | list[int]]:

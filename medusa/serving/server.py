@@ -16,7 +16,7 @@ from types import FrameType
 import uvicorn
 
 from medusa.serving.application import create_application
-from medusa.serving.service import Service
+from medusa.serving.model_pool import ModelPool
 from medusa.serving.settings import AccessOptions, AddressOptions
 
 LAST_SECONDS = 2.0
@@ -28,14 +28,14 @@ log = logging.getLogger("medusa.serving")
 class SignalledServer(uvicorn.Server):
     """Refuses new requests from the first signal on; a second one does not wait for running answers."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, grace_seconds: float = 30.0):
+    def __init__(self, config: uvicorn.Config, pool: ModelPool, grace_seconds: float = 30.0):
         super().__init__(config)
-        self.service = service
+        self.pool = pool
         self.grace_seconds = grace_seconds
         self.is_hurried = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.service.is_draining = True
+        self.pool.drain()
         self.is_hurried = self.should_exit
         self.should_exit = True
 
@@ -50,8 +50,7 @@ class SignalledServer(uvicorn.Server):
         until = time.monotonic() + self.grace_seconds
         while time.monotonic() < until and not self.is_hurried:
             await asyncio.sleep(0.05)
-        self.service.is_draining = True
-        self.service.worker.end()
+        self.pool.end()
         await asyncio.sleep(LAST_SECONDS)
         for connection in [*self.server_state.connections]:
             connection.transport.abort()  # its client reads nothing, or sends nothing more
@@ -73,25 +72,17 @@ def check_certificate(address: AddressOptions) -> None:
         raise OSError(f"tls_certificate or tls_key cannot be read: {error.strerror}") from error
 
 
-def run_server(
-    service: Service, access: AccessOptions, bound: socket.socket, address: AddressOptions
-) -> None:
+def run_server(pool: ModelPool, access: AccessOptions, bound: socket.socket, address: AddressOptions) -> None:
     """Serve on ``bound``, which has this ``address``, until SIGINT or SIGTERM.
 
     Raises:
         OSError: another listens there since it was bound.
     """
     with log_to_standard_error():
-        limits = service.limits
-        log.info(
-            "key-value cache: room for %s tokens, and %s MiB for texts that have ended",
-            f"{limits.max_slots:,}",
-            f"{limits.prefix_bytes / 2**20:,.0f}",
-        )
-        service.start()
         try:
+            pool.start()
             config = uvicorn.Config(
-                create_application(service, access),
+                create_application(pool, access),
                 log_level="warning",
                 access_log=False,
                 server_header=False,
@@ -104,15 +95,10 @@ def run_server(
             scheme = "https://" if address.tls_certificate else "http://"
             gc.collect()
             gc.freeze()  # a full collection need not look at model and libraries, with all clients waiting
-            log.info("clients call the model %r", service.names[0])
-            sources = " and ".join(service.sampling_sources) or "OpenAI's defaults"
-            log.info("sampling where a request leaves it out: %s (%s)", service.sampling, sources)
             log.info("ready: %s%s", scheme, where)
-            if service.tokenizer.chat_template is None:
-                log.info("the base has no chat template: /v1/completions only, and no chat page")
-            SignalledServer(config, service, address.grace).run(sockets=[bound])
+            SignalledServer(config, pool, address.grace).run(sockets=[bound])
         finally:
-            service.close()
+            pool.close()
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

@@ -7,7 +7,9 @@ import itertools
 import logging
 import re
 import secrets
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -15,7 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-from jinja2.exceptions import TemplateError
+from torch import Tensor
 from transformers import LogitsProcessorList
 
 from medusa.acceptance.grammar import (
@@ -27,7 +29,8 @@ from medusa.acceptance.grammar import (
     pattern_rule,
 )
 from medusa.acceptance.sampling import OccurrencePenalty
-from medusa.base.causal_lm import end_ids, vocab_size
+from medusa.base.causal_lm import end_ids, hidden_size, vocab_size
+from medusa.base.pooling import Pooling, stated_pooling
 from medusa.base.sampling_advice import SamplingAdvice, sampling_advice
 from medusa.conversations import as_template
 from medusa.decoding.batch import BatchLimits
@@ -37,11 +40,12 @@ from medusa.drafters.references import SuffixCorpus
 from medusa.heads.checkpoint import load_heads
 from medusa.model import MedusaModel
 from medusa.prompts import in_reasoning
-from medusa.serving.chat_template import BoundedChatTemplate, TemplateLimitError
+from medusa.serving.chat_template import TemplateLimitError
 from medusa.serving.dialects import Dialect
-from medusa.serving.infill import InfillTokens, infill_tokens, start_tokens, tokens_after
+from medusa.serving.embeddings import EmbeddingQueue, EmbeddingTask
+from medusa.serving.infill import InfillTokens, start_tokens, tokens_after
 from medusa.serving.metrics import ServerMetrics
-from medusa.serving.output_formats import OutputFormat, detect_format
+from medusa.serving.output_formats import OutputFormat
 from medusa.serving.output_parser import OutputParser
 from medusa.serving.replies import RequestError
 from medusa.serving.requests import (
@@ -49,6 +53,7 @@ from medusa.serving.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     InfillRequest,
     LlamaInfillRequest,
     SharedFields,
@@ -58,6 +63,7 @@ from medusa.serving.requests import (
     text_of,
 )
 from medusa.serving.settings import ServiceOptions
+from medusa.serving.tokenized_model import TEMPLATE_ERRORS, TokenizedModel
 from medusa.serving.worker import Answer, Update, Worker, WorkerEnded
 from medusa.text_stream import AnswerText
 
@@ -65,8 +71,6 @@ log = logging.getLogger("medusa.serving")
 
 RETRY_AFTER = 2
 """Seconds after which a client may ask again when there is no room."""
-TEMPLATE_ERRORS = (TemplateError, TypeError, KeyError, ValueError, RecursionError)
-"""Exceptions that a chat template may raise about its input."""
 TEXT_RULES: dict[str, Callable[[str, Any], str]] = {
     "json": json_rule,
     "regex": pattern_rule,
@@ -74,13 +78,12 @@ TEXT_RULES: dict[str, Callable[[str, Any], str]] = {
     "grammar": lark_rule,
 }
 """The grammar rule for each kind of structured output."""
-SAY = ({"role": "user", "content": "a question"},)
-"""A conversation that all chat templates render."""
+CHUNK_SECONDS = 0.25
+"""The longest time of a part of a prompt, or of a text that is embedded: a request that comes meanwhile waits
+for it."""
 CPU_CHUNK = 64
 """Prompt tokens at a time on a CPU: there a token costs no more in a short chunk than in a long one, and
 running answers wait for the whole of it."""
-CHUNK_SECONDS = 0.25
-"""The longest time of a part of a prompt: a request that comes meanwhile waits for it."""
 PLAIN_SAMPLING = SamplingAdvice(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
 """The distribution as it is, which clients of OpenAI's protocol expect."""
 PLAIN_ROWS = 4
@@ -107,12 +110,13 @@ def _bytes(mib: int | None) -> int | None:
     return None if mib is None else mib * 2**20
 
 
-class Service:
+class Service(TokenizedModel):
     """Answers requests with one model. Requests that cannot be served raise a :class:`RequestError`.
 
     Args:
         template_options: default chat template options.
         num_owners: clients with a key of their own, among whom the suffix cache is divided.
+        metrics: counters that go on here.
 
     Raises:
         ValueError: the model has no tokenizer, or its steps cannot be shared.
@@ -124,13 +128,13 @@ class Service:
         options: ServiceOptions,
         template_options: Mapping[str, Any] | None = None,
         num_owners: int = 1,
+        metrics: ServerMetrics | None = None,
     ):
         if model.tokenizer is None:
             raise ValueError("a server needs a tokenizer; pass tokenizer= to MedusaModel.from_pretrained")
         self.model = model
         self.options = options
-        self.tokenizer = model.tokenizer
-        self._chat_template = BoundedChatTemplate(model.tokenizer)
+        super().__init__(model.tokenizer, vocab_size(model.base))
         self.template_options = template_options or {}
         self.num_owners = num_owners
         self.names = options.served_model_name or (PurePath(model.base.name_or_path or "model").name,)
@@ -159,10 +163,12 @@ class Service:
         if options.allow_plain:
             few = replace(self.limits, max_rows=PLAIN_ROWS, max_waiting=PLAIN_ROWS, prefix_bytes=0)
             batches[True] = model.continuous_batch(few, plain=True)
-        self.metrics = ServerMetrics(batches, model.learning, self.store)
-        self.worker = Worker(batches, self.metrics, model.learning)
+        self.metrics = metrics or ServerMetrics()
+        texts = EmbeddingQueue(self.limits.chunk, CHUNK_SECONDS, options.max_waiting)
+        self.worker = Worker(batches, self.metrics, texts, model.learning)
+        self.metrics.watch(batches, lambda: self.worker.num_added, model.learning, self.store)
+        self.count_as_busy(lambda: False)
         if model.learning is not None:
-            model.learning.is_busy = lambda: self.worker.num_active > 0
             model.learning.on_new_heads = self.use_heads
         self._corpora: dict[Hashable, SuffixCorpus] = {}
         if options.suffix_cache_mib:
@@ -172,9 +178,29 @@ class Service:
         """New requests are refused."""
 
     def start(self) -> None:
-        """Decode from here on."""
+        """Decode from here on; the log says how."""
+        log.info(
+            "key-value cache: room for %s tokens, and %s MiB for texts that have ended",
+            f"{self.limits.max_slots:,}",
+            f"{self.limits.prefix_bytes / 2**20:,.0f}",
+        )
         self._chat_template.start()
         self.worker.start()
+        log.info("clients call the model %r", self.names[0])
+        sources = " and ".join(self.sampling_sources) or "OpenAI's defaults"
+        log.info("sampling where a request leaves it out: %s (%s)", self.sampling, sources)
+        if self.tokenizer.chat_template is None:
+            log.info("the base has no chat template: /v1/completions only, and no chat page")
+
+    def count_as_busy(self, is_other_work: Callable[[], bool]) -> None:
+        """Have heads learn only while this model does nothing, nor is there other work."""
+        if self.model.learning is not None:
+            self.model.learning.is_busy = lambda: self.worker.num_active > 0 or is_other_work()
+
+    def pause_learning(self) -> None:
+        """Have learning stand still: something is asked, perhaps of another model."""
+        if self.model.learning is not None:
+            self.model.learning.pause()
 
     def use_heads(self, directory: Path) -> None:
         """Draft with the heads in ``directory`` once no answer is under way; prefixes that were read stay."""
@@ -198,35 +224,6 @@ class Service:
     def context(self) -> int | None:
         """Tokens that prompt and answer may have together."""
         return self.model.profile.context
-
-    @functools.cached_property
-    def knows_tools(self) -> bool:
-        """Whether the chat template shows tools to the model."""
-        say = as_template([*SAY], self._chat_template)
-        tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
-        try:
-            return self._rendered(say, [tool]) != self._rendered(say)
-        except TEMPLATE_ERRORS:
-            return False
-
-    @functools.cached_property
-    def takes_several_systems(self) -> bool:
-        """Whether the chat template shows more than one system message to the model."""
-        return self._shows_systems({"role": "system", "content": "said after it"}, *SAY)
-
-    @functools.cached_property
-    def takes_late_systems(self) -> bool:
-        """Whether the chat template shows a system message behind others to the model."""
-        return self._shows_systems(*SAY, {"role": "system", "content": "said after it"})
-
-    def _shows_systems(self, *messages: dict[str, Any]) -> bool:
-        """Whether the chat template shows the system messages among ``messages``, behind another one."""
-        conversation = [{"role": "system", "content": "said at first"}, *messages]
-        try:
-            shown = self._rendered(as_template(conversation, self._chat_template))
-        except TEMPLATE_ERRORS:
-            return False
-        return all(message["content"] in shown for message in conversation)
 
     def chat_prompt(self, request: ChatRequest) -> list[int]:
         """The tokens of a conversation, as the chat template renders it."""
@@ -307,11 +304,6 @@ class Service:
             return {self._cut(key): self._cut(item) for key, item in value.items()}
         return value
 
-    def _rendered(
-        self, messages: list[dict[str, Any]], tools: Sequence[Any] = (), arguments: Mapping[str, Any] = {}
-    ) -> str:
-        return self._chat_template.apply_chat_template(messages, [*tools] or None, **arguments)
-
     @functools.cached_property
     def _grammars(self) -> GrammarCompiler:
         return GrammarCompiler(self.tokenizer, vocab_size(self.model.base), self._end_ids)
@@ -346,16 +338,6 @@ class Service:
             return grammars.compile(rules, *before)
         except (ImportError, ValueError) as error:
             raise RequestError(f"{name} cannot be kept: {error}", param=name) from error
-
-    @functools.cached_property
-    def _template(self) -> str:
-        """The template that renders tools."""
-        return self.tokenizer.get_chat_template(tools=[{}]) if self.tokenizer.chat_template else ""
-
-    @functools.cached_property
-    def output_format(self) -> OutputFormat:
-        """How the model writes answers."""
-        return detect_format(self._template)
 
     @functools.cached_property
     def _marks(self) -> dict[int, str]:
@@ -412,16 +394,15 @@ class Service:
     def _text_prompt(self, prompt: str | list[int], request: CompletionRequest) -> list[int]:
         if request.suffix is not None and self.infill is not None:
             return self._infill_prompt(self.infill, prompt, request.suffix, request)
-        if isinstance(prompt, str):
-            self._check_length(prompt, "prompt")
-            return self.tokenizer(prompt)["input_ids"]
-        self._check_tokens(prompt, "prompt")
-        return prompt
+        return self._ids_of(prompt, "prompt")
 
-    @functools.cached_property
-    def infill(self) -> InfillTokens | None:
-        """The tokens that mark a gap; None for a model that was not trained to fill one."""
-        return infill_tokens(self.tokenizer, vocab_size(self.model.base))
+    def _ids_of(self, text: str | list[int], param: str) -> list[int]:
+        """The tokens of a text, with the tokenizer's marks at its beginning and its end."""
+        if isinstance(text, str):
+            self._check_length(text, param)
+            return self.tokenizer(text)["input_ids"]
+        self._check_tokens(text, param)
+        return text
 
     def _infill_prompt(
         self, infill: InfillTokens, prompt: str | list[int], suffix: str, request: CompletionRequest
@@ -478,7 +459,6 @@ class Service:
 
     def check(self, request: SharedFields) -> None:
         """Checks a request before anything is computed for it."""
-        self.check_name(request.model)
         if request.medusa_plain and not self.options.allow_plain:
             raise RequestError(
                 "this server has no medusa_plain, which takes time from all others; leave it out, or have "
@@ -513,17 +493,6 @@ class Service:
             self.worker.check_room(request.medusa_plain, request.num_answers)
         except QueueFull as error:
             raise overloaded() from error
-
-    def real_name(self, name: str | None) -> str:
-        """The name that answers have where a client calls the model ``name``, or nothing."""
-        return name if name in self.names and name is not None else self.names[0]
-
-    def check_name(self, name: str | None) -> None:
-        """Raise RequestError unless clients may call the model ``name``, or nothing."""
-        if name and not self.options.any_model_name and name not in self.names:
-            served_names = ", ".join(map(repr, self.names))
-            text = f"the model {shortened(name)!r} is not here; there is {served_names}"
-            raise RequestError(text, 404, "model", "model_not_found")
 
     def answers(
         self,
@@ -664,7 +633,6 @@ class Service:
 
     def tokens(self, request: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a text or a conversation."""
-        self.check_name(request.model)
         if request.prompt is None:
             ids = self.chat_prompt(request.chat)
         else:
@@ -673,14 +641,99 @@ class Service:
         names = self.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
         return {"count": len(ids), "max_model_len": self.context, "tokens": ids, "token_strs": names}
 
+    @functools.cached_property
+    def pooling(self) -> Pooling:
+        """How a text becomes a vector.
+
+        Raises:
+            RequestError: the base is not made for it.
+        """
+        try:
+            stated = stated_pooling(self.model.base)
+        except ValueError as error:
+            log.info("no embeddings: %s", error)
+            raise RequestError(
+                "this model states a form of embeddings that is not computed here; serve another one, such "
+                "as Qwen3-Embedding",
+                code="no_embeddings",
+            ) from error
+        if stated is not None:
+            return stated
+        if self.options.embeddings is None:
+            raise RequestError(
+                "this model is not made for embeddings: its files state no pooling; serve one that is, such "
+                "as Qwen3-Embedding, or have the server started with --embeddings last (or mean)",
+                code="no_embeddings",
+            )
+        return Pooling(self.options.embeddings)
+
+    def embedded_texts(self, request: EmbeddingRequest) -> list[list[int]]:
+        """The tokens of each text, as the tokenizer reads one: with its marks at the beginning and the end.
+        Texts that are too long are cut where the request says so, before the mark at the end."""
+        _ = self.pooling  # refused, if at all, before anything is computed
+        self._check_open()
+        most = hidden_size(self.model.base)
+        if request.dimensions is not None and request.dimensions > most:
+            raise RequestError(
+                f"dimensions must be at most {most}, those of this model, got {request.dimensions}; ask for "
+                "fewer, or leave it out",
+                param="dimensions",
+            )
+        texts = []
+        for text in request.texts:
+            if not text:
+                raise RequestError("input must not hold empty texts; leave them out", param="input")
+            ids = self._ids_of(text[: self.max_characters] if request.is_cut else text, "input")
+            num_over = len(ids) - self.max_tokens
+            if num_over > 0 and not request.is_cut:
+                raise RequestError(
+                    f"{_FULL.format(self.max_tokens)}, and input has a text of {len(ids)}; shorten it",
+                    param="input",
+                    code="context_length_exceeded",
+                    excess=(len(ids), self.max_tokens),
+                )
+            num_marks = len(self._end_marks) if ids[-1:] == self._end_marks else 0
+            if num_over > 0:
+                ids = [*ids[: self.max_tokens - num_marks], *ids[len(ids) - num_marks :]]
+            texts.append(ids)
+        return texts
+
+    @functools.cached_property
+    def _end_marks(self) -> list[int]:
+        """The token that the tokenizer puts behind a text; [] for none."""
+        ids = self.tokenizer("a")["input_ids"]
+        bare = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        return ids[-1:] if ids[-1:] != bare[-1:] else []
+
+    def shortened(self, vectors: Sequence[Tensor], dimensions: int | None) -> list[Tensor]:
+        """The first numbers of each vector, at length 1 where the whole one has it."""
+        if dimensions is None:
+            return [*vectors]
+        first = [vector[:dimensions] for vector in vectors]
+        if not self.pooling.is_normalised:
+            return first
+        return [torch.nn.functional.normalize(vector, dim=0) for vector in first]
+
+    def embed(self, texts: Sequence[Sequence[int]]) -> Future[list[Tensor]]:
+        """The embeddings, (D,) float32 each, of texts in tokens; to cancel it has the rest left out."""
+        self._check_open()
+        begin = partial(self.model.pooled_states, pooling=self.pooling)
+        task = EmbeddingTask(texts, begin, time.monotonic() + self.options.timeout)
+        try:
+            self.worker.embed(task)
+        except QueueFull as error:
+            raise overloaded() from error
+        except WorkerEnded as error:
+            raise RequestError("the server cannot answer any more", 503, code="not_ready") from error
+        self.metrics.embedded(sum(map(len, texts)))
+        return task.vectors
+
     def num_tokens(self, request: Dialect) -> dict[str, Any]:
         """The number of tokens of a conversation, as Anthropic's clients read it."""
-        self.check_name(request.model)
         return {"input_tokens": len(self.chat_prompt(request.chat))}
 
     def text(self, request: DetokenizeRequest) -> dict[str, Any]:
         """The text of tokens."""
-        self.check_name(request.model)
         self._check_tokens(request.tokens, "tokens")
         return {"prompt": self.text_of(request.tokens)}
 
@@ -703,24 +756,16 @@ class Service:
         }
 
     def close(self) -> None:
-        """Decode and learn nothing more."""
+        """Decode and learn nothing more; what is to be stored is written."""
         self.worker.close()
+        self.metrics.unwatch()
         if self.store is not None:
             self.store.close()
-        if self.model.learning is not None:
-            self.model.learning.close()
-
-    def model_card(self, name: str) -> Mapping[str, Any]:
-        """The entry of ``GET /v1/models`` under a name."""
-        return {
-            "id": name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "medusa",
-            "root": self.names[0],
-            "max_model_len": self.context,
-            "context_length": self.context,
-        }
+        learning = self.model.learning
+        if learning is not None:
+            learning.close()
+            learning.is_busy = lambda: False  # what is held by it would stay as long as the model
+            learning.on_new_heads = lambda directory: None
 
 
 def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from medusa.options import check_above, check_at_least, check_at_most
 
@@ -53,16 +54,20 @@ class ServiceOptions:
     learn_from_all: bool = False
     """The same where several API keys are given: heads that learned from one user's texts guess these for
     another, who can tell by the time that an answer takes."""
+    embeddings: Literal["mean", "last"] | None = None
+    """Answer /v1/embeddings where the base's files do not say that it is made for that: with the mean of its
+    states, or the last one, at length 1. Of a chat model they tell less than those of an embedding model."""
     max_rows: int = 16
     """Answers that decode together."""
     max_waiting: int = 64
     """Requests that wait."""
     cache_mib: int | None = None
     """Key-value cache of the running answers, in MiB: every one takes as much as the longest. None is half of
-    the memory that is left once the model is loaded."""
+    the memory that is left once the model is loaded, and with --models at most an eighth of --memory-mib."""
     prefix_mib: int | None = None
     """Key-value cache of texts that have ended, in MiB: a conversation's next turn does not read them again.
-    None is an eighth of that memory, or 32,768 tokens where these take less."""
+    None is an eighth of that memory, or 32,768 tokens where these take less; with --models at most a
+    thirty-second of --memory-mib."""
     prefix_store_mib: int = 4096
     """The same on disk, in MiB, of all models: a prompt of 1,024 tokens and more that was read before is not
     read again after a restart. 0: nothing is written."""
@@ -86,6 +91,29 @@ class ServiceOptions:
             raise ValueError("learn_from_all goes with learn; give both")
         if self.plain and self.suffix_cache_mib:
             raise ValueError("plain drafts nothing, and suffix_cache_mib is for drafting; give one of them")
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """Several models behind one server: the one that a request names is loaded when it is asked for."""
+
+    models: tuple[str, ...] = ()
+    """Models in place of --base: each a base as there, or NAME=BASE, or a directory whose GGUF files and
+    model directories are all served. Requests choose by name, and the first answers those that name none."""
+    memory_mib: int | None = None
+    """Memory that loaded models may take together, caches included, in MiB. Where another one is asked for
+    and there is no room, idle ones are put down; one that answers is not cut, and the other waits. None is
+    seven eighths of what is free at the start."""
+    idle_minutes: float | None = None
+    """Minutes without a request after which a model is put down; 0 is at once. Clients of Ollama's protocol
+    may say so themselves, by keep_alive. None is 15."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "memory_mib")
+        check_at_least(self, 0, "idle_minutes")
+        for name in ("memory_mib", "idle_minutes"):
+            if getattr(self, name) is not None and not self.models:
+                raise ValueError(f"{name} goes with models, which are loaded on demand; give --models")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Requests come in as :class:`Answer` from any thread. Each has a listener, which this thread calls with new
 output. Plain requests, if allowed, have a batch of their own; while both are busy they share the machine's
-time evenly, so that two answers to one question can be raced.
+time evenly, so that two answers to one question can be raced. So do answers and texts that are embedded.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from medusa.decoding.state import DecodeRequest, Row
 from medusa.decoding.step import RowOutput
 from medusa.hardware import release_threads
 from medusa.learning.idle_learning import IdleLearning
+from medusa.serving.embeddings import EmbeddingQueue, EmbeddingTask
 from medusa.serving.metrics import ServerMetrics
 from medusa.text_stream import AnswerText, Piece
 
@@ -101,19 +102,21 @@ class Worker:
         self,
         batches: dict[bool, Batch],
         metrics: ServerMetrics,
+        embeddings: EmbeddingQueue,
         learning: IdleLearning | None = None,
     ):
         self.batches = batches
         self.learning = learning
         self.metrics = metrics
-        self.seconds = dict.fromkeys(self.batches, 0.0)
+        self.embeddings = embeddings
+        self._is_embedding = False
+        self.seconds = dict.fromkeys(self._kinds, 0.0)
         self._changed = threading.Condition()
         self._added: list[Answer] = []
         self._cancelled: list[Answer] = []
         self._active: set[Answer] = set()
         self._when_idle: list[Callable[[], None]] = []
         self._is_closing = False
-        metrics.num_submitted = lambda: len(self._added)
         self._thread = threading.Thread(target=self._run, name="medusa-decoding", daemon=True)
 
     def start(self) -> None:
@@ -138,7 +141,12 @@ class Worker:
     @property
     def num_active(self) -> int:
         """Answers that have not ended."""
-        return len(self._active) + len(self._added)
+        return len(self._active) + len(self._added) + len(self.embeddings)
+
+    @property
+    def num_added(self) -> int:
+        """Answers that the batches do not know of yet."""
+        return len(self._added)
 
     def submit(self, answers: Sequence[Answer]) -> None:
         """Have ``answers``, of one request, decoded; all of them or none.
@@ -153,6 +161,21 @@ class Worker:
             for is_plain in self.batches:
                 self.check_room(is_plain, sum(answer.is_plain is is_plain for answer in answers))
             self._added.extend(answers)
+            self._changed.notify()
+        if self.learning is not None:
+            self.learning.pause()
+
+    def embed(self, task: EmbeddingTask) -> None:
+        """Have ``task`` computed between the steps of answers.
+
+        Raises:
+            QueueFull: there is no room in the queue.
+            WorkerEnded: the thread has ended.
+        """
+        with self._changed:
+            if not self.is_alive:
+                raise WorkerEnded("the decoding thread has ended")
+            self.embeddings.add(task)
             self._changed.notify()
         if self.learning is not None:
             self.learning.pause()
@@ -188,9 +211,14 @@ class Worker:
     def _decode(self) -> None:
         while self._take_changes():
             self._end_overdue()
-            busy = [is_plain for is_plain, batch in self.batches.items() if batch.is_busy]
+            busy: list[bool | None] = [kind for kind, batch in self.batches.items() if batch.is_busy]
+            is_embedding = len(self.embeddings) > 0
+            if is_embedding and not self._is_embedding:  # as who comes later, below
+                self.seconds[None] = max(self.seconds.values())
+            self._is_embedding = is_embedding
+            busy += [None] if is_embedding else []
             if busy:
-                self._step(min(busy, key=lambda is_plain: self.seconds[is_plain]))
+                self._step(min(busy, key=lambda kind: self.seconds[kind]))
 
     def _lose_answers(self) -> None:
         """End running answers with an error, and at the end waiting ones too."""
@@ -203,6 +231,7 @@ class Worker:
                 self._added = []
         for batch in self.batches.values():
             batch.clear()
+        self.embeddings.lose(reason)
         for answer in lost:
             self._end(answer, reason)
 
@@ -222,7 +251,7 @@ class Worker:
                 return False
             self._active.update(added)
         if not self._is_busy:  # both begin together
-            self.seconds = dict.fromkeys(self.batches, 0.0)
+            self.seconds = dict.fromkeys(self._kinds, 0.0)
         for answer in added:
             batch = self.batches[answer.is_plain]
             if not batch.is_busy:  # who comes later does not make up for having been idle
@@ -239,7 +268,12 @@ class Worker:
 
     @property
     def _is_busy(self) -> bool:
-        return any(batch.is_busy for batch in self.batches.values())
+        return len(self.embeddings) > 0 or any(batch.is_busy for batch in self.batches.values())
+
+    @property
+    def _kinds(self) -> list[bool | None]:
+        """Kinds of work that share the time: the batches, and embeddings."""
+        return [*self.batches, None]
 
     def _end_overdue(self) -> None:
         now = time.monotonic()
@@ -247,10 +281,15 @@ class Worker:
             self._drop(answer)
             self._end(answer, "timeout")
 
-    def _step(self, is_plain: bool) -> None:
+    def _step(self, kind: bool | None) -> None:
+        """A step of the batch of this kind; None reads a part of a text that is embedded."""
         began = time.perf_counter()
-        outputs = self.batches[is_plain].step()
-        self.seconds[is_plain] += time.perf_counter() - began
+        outputs: list[RowOutput] = []
+        if kind is None:
+            self.embeddings.step()
+        else:
+            outputs = self.batches[kind].step()
+        self.seconds[kind] += time.perf_counter() - began
         for output in outputs:
             self._tell(output)
 

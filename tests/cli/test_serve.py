@@ -26,8 +26,9 @@ from tiny_server import tiny_service, wait_until
 from medusa.base.sampling_advice import SamplingAdvice
 from medusa.cli import loading
 from medusa.cli.main import main
-from medusa.cli.serve import model_names
+from medusa.cli.served_models import model_names
 from medusa.serving import server
+from medusa.serving.model_pool import ModelPool
 from medusa.serving.settings import AccessOptions, AddressOptions
 
 
@@ -44,8 +45,8 @@ def flags_of(directories) -> list[str]:
 def test_flags_reach_the_server(directories, monkeypatch, capsys):
     started = []
 
-    def run(service, access, bound, address):
-        started.append((service, access, bound.getsockname()[0], address.grace))
+    def run(pool, access, bound, address):
+        started.append((pool.models[0].service, access, bound.getsockname()[0], address.grace))
 
     monkeypatch.setattr(server, "run_server", run)
     monkeypatch.setenv("MEDUSA_API_KEY", "third, fourth")
@@ -146,7 +147,9 @@ def test_clients_can_connect_from_the_moment_that_the_server_says_ready(monkeypa
         with server.bound_socket("127.0.0.1", 0) as bound:
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(bound.getsockname(), timeout=5)
-            server.run_server(tiny_service(chat_model()), AccessOptions(), bound, AddressOptions())
+            server.run_server(
+                ModelPool.of(tiny_service(chat_model())), AccessOptions(), bound, AddressOptions()
+            )
     finally:
         server.log.removeFilter(connect)
     assert connected
@@ -162,7 +165,12 @@ def served(monkeypatch, bound, **address):
         run(self, sockets)
 
     monkeypatch.setattr(server.SignalledServer, "run", noted)
-    given = tiny_service(chat_model()), AccessOptions(), bound, AddressOptions(grace=1.0, **address)
+    given = (
+        ModelPool.of(tiny_service(chat_model())),
+        AccessOptions(),
+        bound,
+        AddressOptions(grace=1.0, **address),
+    )
     thread = threading.Thread(target=server.run_server, args=given)
     thread.start()
     try:

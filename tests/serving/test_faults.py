@@ -36,6 +36,7 @@ from medusa.decoding import batch as decoding_batch
 from medusa.decoding.batch import Batch
 from medusa.serving import application, gate
 from medusa.serving.application import create_application
+from medusa.serving.model_pool import ModelPool
 from medusa.serving.replies import Replies
 from medusa.serving.requests import ChatRequest, CompletionRequest
 from medusa.serving.responses import ResponseReplies
@@ -534,7 +535,9 @@ def in_process():
     model = tool_model(TOOL_TEMPLATE.replace("{...}", "<function=") + "<think>")
     service = tiny_service(model, allow_plain=True, max_new_tokens=64)
     service.start()
-    with TestClient(create_application(service, AccessOptions()), base_url="http://localhost") as client:
+    with TestClient(
+        create_application(ModelPool.of(service), AccessOptions()), base_url="http://localhost"
+    ) as client:
         yield service, client
     service.worker.close()
 

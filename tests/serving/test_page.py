@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from functools import partial
 
 import httpx
 import pytest
 from headless_browser import CHROMIUM, Browser
 from tiny_chat import chat_model
-from tiny_server import expected, running
+from tiny_server import expected, running, running_pool
 
 from medusa.serving import application
+from medusa.serving.model_pool import ModelPool, ServedModel
+from medusa.serving.service import Service
+from medusa.serving.settings import ServiceOptions
 
 SET = "document.title='broken'"
 HOSTILE = [
@@ -551,3 +555,23 @@ def test_on_the_smallest_screen_the_answers_have_most_of_it(browser):
     browser.value("end()")
     answered(browser, 1)
     assert browser.value("$('form').getBoundingClientRect().top >= 190")
+
+
+def test_of_several_models_one_is_chosen(chromium):
+    def load(name: str, metrics) -> Service:
+        options = ServiceOptions(served_model_name=(name,), max_rows=4, chunk=32)
+        return Service(chat_model(7 if name == "two" else 0), options, metrics=metrics)
+
+    models = [ServedModel((name,), num_bytes=1, load=partial(load, name)) for name in ("one", "two")]
+    with running_pool(ModelPool(models, ServiceOptions(), budget=1)) as (port, _):
+        chromium.start_anew()
+        chromium.visit(f"http://127.0.0.1:{port}")
+        chromium.until("which.options.length === 2 && !which.hidden")
+        chromium.value("localStorage.clear(), longest.value = 12, longest.onchange(), null")
+        chromium.value("which.value = 'two', question.focus(), null")
+        chromium.type("Hello")
+        chromium.press(*ENTER)
+        answered(chromium, 1)
+        question = [{"role": "user", "content": "Hello"}]
+        _, text = expected(chat_model(7), question, do_sample=False, max_new_tokens=12)
+        assert chromium.value("messages[1].content") == text

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from medusa.base.loading import load_base
 from medusa.base.sampling_advice import SamplingAdvice, sampling_advice
 from medusa.serving import server as serving
+from medusa.serving.model_pool import ModelPool
 from medusa.serving.requests import ChatRequest, sampling_arguments
 from medusa.serving.service import PLAIN_SAMPLING
 from medusa.serving.settings import AccessOptions, AddressOptions
@@ -74,7 +75,7 @@ def test_without_either_the_distribution_is_as_it_is():
 def test_a_server_says_at_its_start_how_it_samples(model, line, monkeypatch, capsys):
     monkeypatch.setattr(serving.SignalledServer, "run", lambda *_, **__: None)
     with serving.bound_socket("127.0.0.1", 0) as bound:
-        serving.run_server(tiny_service(model()), AccessOptions(), bound, AddressOptions())
+        serving.run_server(ModelPool.of(tiny_service(model())), AccessOptions(), bound, AddressOptions())
     assert f"sampling where a request leaves it out: {line}\n" in capsys.readouterr().err
 
 
