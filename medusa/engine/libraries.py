@@ -26,6 +26,10 @@ from medusa.hardware import processor_features
 
 COMPILERS = ("g++", "clang++", "c++")
 INSTALL_COMPILER = "`apt install g++`, `dnf install gcc-c++` or `xcode-select --install` installs one"
+NO_COMPILER = (
+    "what torch compiles for a model needs a C++ compiler (g++ or clang++), and none is installed "
+    f"({INSTALL_COMPILER})"
+)
 
 
 class LibraryError(ValueError):

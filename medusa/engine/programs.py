@@ -29,7 +29,7 @@ from medusa.base.experts import is_experts
 from medusa.engine.building import source_text
 from medusa.engine.kernels import PackedMatmul
 from medusa.engine.libraries import (
-    INSTALL_COMPILER,
+    NO_COMPILER,
     LibraryError,
     check_library,
     compile_library,
@@ -101,10 +101,7 @@ class Part:
             LibraryError: it is not there, and neither is a compiler.
         """
         if not self.path.exists() and found_compiler() is None:
-            raise LibraryError(
-                "what torch compiles for this model needs a C++ compiler (g++ or clang++), and none is "
-                f"installed ({INSTALL_COMPILER})"
-            )
+            raise LibraryError(NO_COMPILER)
         text = (
             f"compiling {self.name} for this processor, once: some ten seconds on an idle machine, longer "
             f"beside other work; kept in {self.path.parent}"
