@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 
 from medusa.engine.kernels import PackedMatmul
 from medusa.engine.pass_parts import LayerCall, LayersAsFunction, tensors_in
@@ -116,7 +117,7 @@ def fused_layer(call: LayerCall) -> FusedLayer:
         all(type(norm) is InPlaceNorm for norm in norms)
         and _is_joint(attention.q_proj, attention.k_proj, attention.v_proj)
         and _is_joint(layer.mlp.gate_proj, layer.mlp.up_proj)
-        and type(getattr(layer.mlp.act_fn, "function", None)) is nn.SiLU
+        and type(getattr(layer.mlp.act_fn, "function", None)) in (nn.SiLU, SiLUActivation)
         and attention.head_dim % (2 * HALF_HEAD) == 0
         and type(angles) is tuple
         and all(angle.shape[-1] == attention.head_dim for angle in angles)

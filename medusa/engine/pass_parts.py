@@ -414,7 +414,12 @@ class _End(nn.Module):
 
 
 class _Before(_End):
-    """The tensors that layers take and that are not inputs of the pass."""
+    """The tensors that layers take and that are not inputs of the pass. The LM head is left out: where this is
+    not compiled, nothing else would see that its scores are not used."""
+
+    def __init__(self, view: CausalLM, calls: Sequence[LayerCall], arguments: dict[str, Any]):
+        super().__init__(view, calls, arguments)
+        self.base.set_output_embeddings(nn.Identity())
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
         self.run(inputs)
