@@ -38,6 +38,7 @@ from medusa.base.causal_lm import (
     verify,
     vocab_size,
 )
+from medusa.console import log_console
 from medusa.engine.fused_layers import FusedLayers
 from medusa.engine.kernels import PackedMatmul
 from medusa.engine.libraries import NO_COMPILER, LibraryError, digest_of, found_compiler, kept_library
@@ -98,10 +99,11 @@ class CompiledPass:
         are_code = parts.ends_are_code or self.is_fused
         self._before = Program(parts.before.module, None if are_code else parts.before)
         self._after = Program(parts.after.module, None if are_code else parts.after)
-        self._groups = [
-            (_fused(group) if self.is_fused else Program(group.part.module, group.part), group)
-            for group in parts.groups
-        ]
+        if self.is_fused:
+            self._groups = _fused(parts.groups)
+            log_console().print(f"layers run as operators: {NO_COMPILER}", style="dim", soft_wrap=True)
+        else:
+            self._groups = [(Program(group.part.module, group.part), group) for group in parts.groups]
         self._window_sizes = parts.window_sizes
         if new and not self.is_fused:
             try:
@@ -203,18 +205,24 @@ def _all_nodes(num_rows: int, num_nodes: int) -> Tensor:
     return torch.arange(num_nodes).repeat(num_rows, 1)
 
 
-def _fused(group: LayerGroup) -> FusedLayers:
-    """The layers of ``group`` without a compiler.
+def _fused(groups: Sequence[LayerGroup]) -> list[tuple[Any, LayerGroup]]:
+    """The groups without a compiler; the first of each class of layers is tried.
 
     Raises:
         LibraryError: these need one.
     """
-    try:
-        return FusedLayers(group.part)
-    except ValueError as error:
-        raise LibraryError(
-            f"{NO_COMPILER}; without one, layers run as operators of ours, and these {error}"
-        ) from None
+    tried: set[type] = set()
+    fused = []
+    for group in groups:
+        classes = group.classes
+        try:
+            fused.append((FusedLayers(group.part, is_tried=classes <= tried), group))
+        except ValueError as error:
+            raise LibraryError(
+                f"{NO_COMPILER}; without one, layers run as operators of ours, and these {error}"
+            ) from None
+        tried |= classes
+    return fused
 
 
 def library_paths(view: CausalLM) -> list[Path]:

@@ -81,6 +81,8 @@ class LayerGroup:
     """Its inputs, by their place among the tensors of a pass; the first is the hidden state."""
     parts: list[list[CachePart]]
     """What each layer keeps."""
+    classes: set[type]
+    """Of its layers."""
 
 
 @dataclass
@@ -167,7 +169,8 @@ def _groups(
             for number, trial in enumerate(trials)
         ]
         part = Part(name, module, inputs, (common, module.settings))
-        groups.append(LayerGroup(part, layers, module.places, parts))
+        classes = {type(call.layer) for call in calls[layers]}
+        groups.append(LayerGroup(part, layers, module.places, parts, classes))
     return groups
 
 
@@ -414,8 +417,8 @@ class _End(nn.Module):
 
 
 class _Before(_End):
-    """The tensors that layers take and that are not inputs of the pass. The LM head is left out: where this is
-    not compiled, nothing else would see that its scores are not used."""
+    """The tensors that layers take and that are not inputs of the pass. The LM head is left out: where this
+    is not compiled, nothing else would see that its scores are not used."""
 
     def __init__(self, view: CausalLM, calls: Sequence[LayerCall], arguments: dict[str, Any]):
         super().__init__(view, calls, arguments)
