@@ -3,8 +3,9 @@ build writes its commit down; and a wheel for one machine brings the kernels com
 
 MEDUSA_KERNELS=x86_64 (or aarch64) builds such a wheel: the compiler that CXX names, g++ by default, compiles
 the kernels for each level of that machine, with the headers of the torch that is installed, so
-``pip wheel --no-build-isolation``. Those that are in build/kernels already are taken. Without it the wheel is
-for any machine, and the kernels are compiled where they are first used.
+``pip wheel --no-build-isolation``. Those that are in build/kernels already are taken. MEDUSA_PLATFORM is the
+wheel's platform tag, where somebody has checked which systems it runs on; else it is that of this system.
+Without MEDUSA_KERNELS the wheel is for any machine, and the kernels are compiled where they are first used.
 """
 
 import importlib.util
@@ -13,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Distribution, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
@@ -85,24 +86,29 @@ class SourceDistribution(sdist):
         write_commit(Path(base_dir) / "medusa")
 
 
-class WheelOfKernels(bdist_wheel):
+class Wheel(bdist_wheel):
     """A wheel with kernels is for one machine and any Python: they are no extension modules."""
 
     def finalize_options(self):
-        super().finalize_options()
         if MACHINE:
-            self.root_is_pure = False
-            self.plat_name = f"linux_{MACHINE}"
-            self.plat_name_supplied = True
+            self.plat_name = os.environ.get("MEDUSA_PLATFORM", f"linux_{MACHINE}")
+        super().finalize_options()
 
     def get_tag(self):
-        if not MACHINE:
-            return super().get_tag()
-        return "py3", "none", self.plat_name
+        tag = super().get_tag()
+        return ("py3", "none", tag[2]) if MACHINE else tag
+
+
+class PackageOfOneMachine(Distribution):
+    """What has kernels is installed where libraries of one machine belong."""
+
+    def has_ext_modules(self):
+        return bool(MACHINE)
 
 
 setup(
     packages=[*find_packages(include=["medusa", "medusa.*"]), "medusa.configs"],
     package_dir={"medusa.configs": "configs"},
-    cmdclass={"build_py": BuildPackages, "sdist": SourceDistribution, "bdist_wheel": WheelOfKernels},
+    distclass=PackageOfOneMachine,
+    cmdclass={"build_py": BuildPackages, "sdist": SourceDistribution, "bdist_wheel": Wheel},
 )
