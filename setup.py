@@ -11,6 +11,7 @@ Without MEDUSA_KERNELS the wheel is for any machine, and the kernels are compile
 import importlib.util
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -54,6 +55,7 @@ def write_kernels(package: Path) -> None:
     made = ROOT / "build" / "kernels"
     made.mkdir(parents=True, exist_ok=True)
     binaries = package / "engine" / "binaries"
+    shutil.rmtree(binaries, ignore_errors=True)  # of another machine, of an earlier build
     binaries.mkdir(parents=True, exist_ok=True)
     for level in levels:
         library = made / f"{level.name}.so"

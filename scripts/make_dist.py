@@ -36,6 +36,8 @@ BASE = CHECKOUT / "models" / "smollm2-135m-instruct"
 TWINE = CHECKOUT / ".venv-dist" / "bin" / "twine"
 COMPILERS = {"x86_64": "x86_64-linux-gnu-g++", "aarch64": "aarch64-linux-gnu-g++"}
 """Of each machine, the compiler for it on another one, as Debian names it."""
+ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
+"""What the header of a library calls the machine that it is for."""
 MOST_BYTES = 15_000_000
 """Of all that a wheel with kernels has more than one without."""
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (8, 0)}
@@ -81,8 +83,10 @@ def built(kind: str, folder: Path, environment: dict[str, str]) -> Path:
     command = [sys.executable, "-c", build, kind, str(DIST)]
     print(f"building the {kind} {' '.join(environment.values())}", flush=True)
     done = subprocess.run(
-        command, cwd=folder, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, check=True
+        command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True
     )
+    if done.returncode:
+        raise SystemExit(f"the {kind} could not be built:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return DIST / done.stdout.splitlines()[-1]
 
 
@@ -120,8 +124,7 @@ def built_for(machine: str, compiler: str, folder: Path) -> Path:
 def check_symbols(library: Path, machine: str) -> None:
     """End the program where ``library`` needs what a system that the wheel is named for may not have."""
     text = subprocess.run(["objdump", "-p", library], check=True, capture_output=True, text=True).stdout
-    kind = {"x86_64": "elf64-x86-64", "aarch64": "elf64-littleaarch64"}[machine]
-    if f"file format {kind}" not in text and "file format elf64-little" not in text:
+    if int.from_bytes(library.read_bytes()[18:20], "little") != ELF_MACHINES[machine]:
         raise SystemExit(f"{library.name} is of another machine than {machine}")
     for name, version in re.findall(r"\b(GLIBC|GLIBCXX|CXXABI|GCC)_([0-9.]+)", text):
         if tuple(map(int, version.split("."))) > NEWEST[name]:
@@ -192,7 +195,7 @@ def try_out(path: Path) -> None:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
         }
 
-        def runs(*words: str | Path, typed: str = "") -> str:
+        def runs(*words: str | Path, typed: str = "") -> subprocess.CompletedProcess[str]:
             done = subprocess.run(
                 [str(word) for word in words],
                 cwd=place,
@@ -203,27 +206,35 @@ def try_out(path: Path) -> None:
             )
             if done.returncode:
                 raise SystemExit(f"{path.name}: {words} ended with {done.returncode}\n{done.stderr[-3000:]}")
-            return done.stdout
+            return done
 
         install = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
         runs(binaries / "python", *install, path)
         models = place / "cache" / "models"
         models.mkdir(parents=True)
         (models / BASE.name).symlink_to(BASE.resolve())
-        print(f"{path.name}: {runs(binaries / 'medusa', '--version').strip()}", flush=True)
+        print(f"{path.name}: {runs(binaries / 'medusa', '--version').stdout.strip()}", flush=True)
         began = time.monotonic()
         chatted = runs(binaries / "medusa", "chat", "--max-new-tokens", "16", typed="Hello\n")
         seconds = time.monotonic() - began
         question = ("--max-new-tokens", "16", "Name three rivers.")
-        answer = runs(binaries / "medusa", "generate", *question)
-        plain = runs(binaries / "medusa", "generate", "--plain", "--base", BASE.name, *question)
-        if "> Hello" not in chatted or not answer.strip() or answer != plain:
+        answer = runs(binaries / "medusa", "generate", *question).stdout
+        plain = runs(binaries / "medusa", "generate", "--plain", "--base", BASE.name, *question).stdout
+        if path.suffix == ".whl" and "runs eager" in chatted.stderr:
+            raise SystemExit(f"{path.name}: its kernels are not used\n{chatted.stderr[-3000:]}")
+        if "> Hello" not in chatted.stdout or not answer.strip() or answer != plain:
             raise SystemExit(f"{path.name}: the answer {answer!r} is not that of plain decoding, {plain!r}")
         print(f"{path.name}: first chat {seconds:.1f} s after its start, without a compiler", flush=True)
 
 
 def link_requirements(packages: Path) -> None:
     """Link into ``packages`` what medusa requires, and what that requires, from this environment."""
+    for old in (
+        *packages.glob("setuptools*"),
+        *packages.glob("pkg_resources"),
+        *packages.glob("_distutils*"),
+    ):
+        shutil.rmtree(old)  # Python 3.11 brings one that builds nothing here
     linked: set[str] = set()
     waiting = ["medusa-heads", "setuptools"]
     while waiting:
