@@ -10,7 +10,8 @@
 #   make check    lint, format, types, direction of imports
 #   make format   rewrite files the way `make check` wants them
 #   make docs     the documentation with the API reference, into site/; a broken link is an error
-#   make dist     a release in dist/: the source, and a wheel with the kernels compiled; checked, and tried
+#   make dist     a release in dist/: the source, and a wheel with the kernels compiled; checked, and tried;
+#                 HERE=1 compiles for this processor alone, a trial
 #   make bench    heads against plain decoding and transformers' own modes, on the demo's heads; minutes
 #   make measure  the experiments behind MEASUREMENTS.md whose code has changed; ONLY=NAME is one of them
 
@@ -154,4 +155,4 @@ docs: .venv/.installed
 	@touch $@
 
 dist: .venv/.installed .venv-dist/.installed | $(BASE)/config.json
-	$(BIN)/python scripts/make_dist.py
+	$(BIN)/python scripts/make_dist.py $(if $(HERE),--here)

@@ -5,7 +5,8 @@ MEDUSA_KERNELS=x86_64 (or aarch64) builds such a wheel: the compiler that CXX na
 the kernels for each level of that machine, with the headers of the torch that is installed, so
 ``pip wheel --no-build-isolation``. Those that are in build/kernels already are taken. MEDUSA_PLATFORM is the
 wheel's platform tag, where somebody has checked which systems it runs on; else it is that of this system.
-Without MEDUSA_KERNELS the wheel is for any machine, and the kernels are compiled where they are first used.
+MEDUSA_LEVELS names some of the levels. Without MEDUSA_KERNELS the wheel is for any machine, and the kernels
+are compiled where they are first used.
 """
 
 import importlib.util
@@ -42,6 +43,7 @@ def write_commit(package: Path) -> None:
 def write_kernels(package: Path) -> None:
     """Compile the kernels for all levels of MACHINE into ``package``."""
     building = module("medusa/engine/building.py")
+    named = os.environ.get("MEDUSA_LEVELS", "").split()
     levels = [level for level in building.LEVELS if level.machine == MACHINE]
     if not levels:
         machines = sorted({level.machine for level in building.LEVELS})
@@ -58,6 +60,8 @@ def write_kernels(package: Path) -> None:
     shutil.rmtree(binaries, ignore_errors=True)  # of another machine, of an earlier build
     binaries.mkdir(parents=True, exist_ok=True)
     for level in levels:
+        if named and level.name not in named:
+            continue
         library = made / f"{level.name}.so"
         if not building.is_built(level, library):
             print(f"compiling the kernels for {level.name}", flush=True)

@@ -2,6 +2,7 @@
 
 python scripts/make_dist.py            builds, checks and tries both, as `make dist`
 python scripts/make_dist.py --no-try   builds and checks them
+python scripts/make_dist.py --here     with the kernels for this processor alone: a trial, and no release
 
 The wheel is built from the unpacked source distribution, for this machine's architecture; compilers for
 another one that are installed (aarch64-linux-gnu-g++) build its wheel too. Libraries are kept in
@@ -24,10 +25,14 @@ import tempfile
 import time
 import venv
 import zipfile
+from collections.abc import Sequence
 from importlib.metadata import distribution
 from pathlib import Path
 
 from packaging.requirements import Requirement
+
+from medusa.engine.building import levels_for
+from medusa.engine.prebuilt import instruction_sets
 
 CHECKOUT = Path(__file__).parent.parent
 DIST = CHECKOUT / "dist"
@@ -50,6 +55,7 @@ def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & {*arguments}:
         print(__doc__)
         return 0
+    is_here = "--here" in arguments
     shutil.rmtree(DIST, ignore_errors=True)
     source = built("sdist", CHECKOUT, {})
     wheels = []
@@ -58,8 +64,9 @@ def main(arguments: list[str]) -> int:
             archive.extractall(folder, filter="data")
         (unpacked,) = Path(folder).iterdir()
         pure = size_of_pure_wheel(unpacked)
-        for machine, compiler in compilers().items():
-            wheels.append(built_for(machine, compiler, unpacked))
+        for machine, compiler in compilers(is_here).items():
+            levels = (level_here(),) if is_here else ()
+            wheels.append(built_for(machine, compiler, unpacked, levels))
     for wheel in wheels:
         check_wheel(wheel, pure)
     subprocess.run([TWINE, "check", "--strict", source, *wheels], check=True)
@@ -90,10 +97,15 @@ def built(kind: str, folder: Path, environment: dict[str, str]) -> Path:
     return DIST / done.stdout.splitlines()[-1]
 
 
-def compilers() -> dict[str, str]:
-    """The machines that wheels can be built for here, each with its compiler."""
+def level_here() -> str:
+    """The name of the level that this processor runs."""
+    return levels_for(instruction_sets(), platform.machine())[0].name
+
+
+def compilers(is_here: bool) -> dict[str, str]:
+    """The machines that wheels can be built for, each with its compiler; this one alone if ``is_here``."""
     mine = os.environ.get("CXX", "g++")
-    names = {**COMPILERS, platform.machine(): mine}
+    names = {**({} if is_here else COMPILERS), platform.machine(): mine}
     present = {machine: name for machine, name in names.items() if shutil.which(name)}
     for machine in names.keys() - present.keys():
         print(f"no wheel for {machine}: {names[machine]} is not installed", file=sys.stderr)
@@ -110,14 +122,15 @@ def size_of_pure_wheel(folder: Path) -> int:
     return size
 
 
-def built_for(machine: str, compiler: str, folder: Path) -> Path:
-    """The wheel for ``machine``, named for the systems that it runs on."""
+def built_for(machine: str, compiler: str, folder: Path, levels: Sequence[str]) -> Path:
+    """The wheel for ``machine``, named for the systems that it runs on, with these levels or all."""
     KERNELS.mkdir(parents=True, exist_ok=True)
     kept = folder / "build" / "kernels"
     kept.parent.mkdir(exist_ok=True)
     if not kept.exists():
         kept.symlink_to(KERNELS)
     environment = {"MEDUSA_KERNELS": machine, "MEDUSA_PLATFORM": f"{TAG}_{machine}", "CXX": compiler}
+    environment |= {"MEDUSA_LEVELS": " ".join(levels)} if levels else {}
     return built("wheel", folder, environment)
 
 

@@ -16,7 +16,7 @@ from medusa.cli import loading
 from medusa.engine import compiled, fused_layers, optimized_heads, programs
 from medusa.engine.compiled import CompiledPass, library_paths
 from medusa.engine.engine_state import apply_engine
-from medusa.engine.kernels import lanes
+from medusa.engine.kernels import PackedMatmul, lanes
 
 pytestmark = needs_kernels
 WIDE = {**GROUPED, "head_dim": 32, "num_hidden_layers": 4, "rms_norm_eps": 3e-3}
@@ -89,6 +89,19 @@ def test_a_node_has_the_same_bits_alone_and_in_a_tree_and_is_near_the_modules(wi
             _, alone = fused.verify(view, tree[:, [at]], ALONE.topology("cpu"), cache)
             cache.commit_prefix(torch.ones(2, dtype=torch.long))
         assert torch.equal(alone[:, 0], together[:, node])
+
+
+@torch.no_grad()
+def test_a_pass_computes_four_products_a_layer_and_one_of_the_lm_head(without_compiler, monkeypatch):
+    view = apply_engine(base_of("llama"), "packed")
+    fused = CompiledPass(view)
+    widths = []
+    product = PackedMatmul.forward
+    monkeypatch.setattr(
+        PackedMatmul, "forward", lambda self, x: widths.append(self.width) or product(self, x)
+    )
+    fused.verify(view, torch.tensor([[3]]), ALONE.topology("cpu"), new_cache(view, 1))
+    assert len(widths) == 4 * WIDE["num_hidden_layers"] + 1 and widths.count(VOCAB_SIZE) == 1
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3", "gpt-neox", "mistral-sliding"])
