@@ -10,6 +10,8 @@
 #   make check    lint, format, types, direction of imports
 #   make format   rewrite files the way `make check` wants them
 #   make docs     the documentation with the API reference, into site/; a broken link is an error
+#   make dist     a release in dist/: the source, and a wheel with the kernels compiled; checked, and tried;
+#                 HERE=1 compiles for this processor alone, a trial
 #   make bench    heads against plain decoding and transformers' own modes, on the demo's heads; minutes
 #   make measure  the experiments behind MEASUREMENTS.md whose code has changed; ONLY=NAME is one of them
 
@@ -27,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export TOKENIZERS_PARALLELISM := false
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-changed test-oldest test-newest test-arm lint check format docs bench measure setup models
+.PHONY: help demo test test-changed test-oldest test-newest test-arm lint check format docs dist bench measure setup models
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -144,3 +146,13 @@ format: .venv/.installed
 docs: .venv/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
+
+# ---------------------------------------------------------------- release
+
+.venv-dist/.installed:
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --no-compile 'twine>=6.1'
+	@touch $@
+
+dist: .venv/.installed .venv-dist/.installed | $(BASE)/config.json
+	$(BIN)/python scripts/make_dist.py $(if $(HERE),--here)

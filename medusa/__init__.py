@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOME says the same to 
     from medusa.model import MedusaModel
     from medusa.trees.candidate_tree import CandidateTree, best_tree
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.3.0"
 
 _HOME = {
     "Adapter": "medusa.heads.adapter",

@@ -28,7 +28,18 @@ FLOORS = (
     ("heads",),
     ("base",),
     ("trees", "learning"),
-    ("bounded_process", "console", "files", "hardware", "hub", "options", "plots", "prompts", "text_stream"),
+    (
+        "bounded_process",
+        "console",
+        "files",
+        "hardware",
+        "hub",
+        "options",
+        "plots",
+        "prompts",
+        "revision",
+        "text_stream",
+    ),
     ("conversations", "assets"),
 )
 """The rooms of the library from top to bottom: a room imports from floors below it."""

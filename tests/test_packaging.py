@@ -1,6 +1,7 @@
 """What is shipped, and with what it works. Nothing here needs the network."""
 
 import importlib
+import json
 import re
 import subprocess
 import tomllib
@@ -13,6 +14,7 @@ from packaging.specifiers import SpecifierSet
 from wheels import built_wheel
 
 import medusa
+from medusa.engine.building import LEVELS, OLDEST_TORCH, seal
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -60,6 +62,44 @@ def test_the_wheel_holds_every_module_of_the_library(wheel):
     }
     kernels = {str(path.relative_to(ROOT)) for path in (ROOT / "medusa/engine/cpp").glob("[!.]*")}
     assert modules | page | kernels <= set(wheel[0])
+
+
+def test_the_wheel_of_a_checkout_without_git_is_for_any_machine_and_knows_no_commit(wheel):
+    assert "medusa/commit.txt" in wheel[0]
+    assert not [name for name in wheel[0] if name.endswith(".so")]
+
+
+def test_a_wheel_for_a_machine_holds_the_kernels_of_its_levels_and_is_for_any_python(tmp_path):
+    machine = "aarch64"
+    libraries = tmp_path / "libraries"
+    libraries.mkdir()
+    for level in LEVELS:
+        library = libraries / f"{level.name}.so"
+        library.write_bytes(level.name.encode())
+        library.with_suffix(".json").write_text(json.dumps(seal(level, library)))
+    source = tmp_path / "source"
+    source.mkdir()
+    path = built_wheel(source, libraries, MEDUSA_KERNELS=machine)
+    assert path.name.endswith(f"-py3-none-linux_{machine}.whl")
+    with zipfile.ZipFile(path) as archive:
+        binaries = {name for name in archive.namelist() if "/binaries/" in name}
+        assert "Root-Is-Purelib: false" in archive.read(metadata_of(archive, "WHEEL")).decode()
+    mine = [level.name for level in LEVELS if level.machine == machine]
+    expected = {f"medusa/engine/binaries/{name}.{kind}" for name in mine for kind in ("so", "json")}
+    assert binaries == expected and len(mine) > 1
+
+
+def metadata_of(archive, name):
+    return next(path for path in archive.namelist() if path.endswith(f".dist-info/{name}"))
+
+
+def test_the_builders_of_wheels_agree_on_the_systems_that_they_are_for():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
+    tag = re.search(r'TAG = "(\w+)"', (ROOT / "scripts" / "make_dist.py").read_text())[1]
+    assert {settings[f"manylinux-{machine}-image"] for machine in ("x86_64", "aarch64")} == {tag}
+    assert settings["environment"] == {"MEDUSA_KERNELS": "$(uname -m)"}
+    oldest = next(each for each in CORE if each.name == "torch").specifier
+    assert str(oldest) == f">={'.'.join(map(str, OLDEST_TORCH))}"
 
 
 def test_type_checkers_of_other_projects_read_the_types_of_the_wheel(wheel):

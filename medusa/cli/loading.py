@@ -39,6 +39,7 @@ from medusa.decoding.batch import BatchLimits
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import DrafterFactory, uses_model_heads
+from medusa.engine.libraries import NO_COMPILER
 from medusa.engine.loading import load_for_engine, load_own_heads
 from medusa.engine.views import packed_bytes, share_of_outliers
 from medusa.hardware import use_threads
@@ -298,6 +299,8 @@ def compile_model(options: CompileOptions) -> list[str]:
     model = load_model(replace(options.model, step="general"))  # by default loading compiles
     was_there = model.is_compiled
     seconds = model.compile()
+    if not model.is_compiled:
+        raise ValueError(NO_COMPILER)
     num_bytes = sum(path.stat().st_size for path in model.library_paths if path.exists())
     text = f"{'was there' if was_there else 'compiled'}, ready after {seconds:.1f} s"
     log_console().print(f"{text}, {megabytes(num_bytes)}", soft_wrap=True)

@@ -17,6 +17,7 @@ from typing import Any
 import medusa
 from medusa.cli.options import parse, print_next
 from medusa.console import log_console
+from medusa.revision import commit
 
 LOST_PIPE = 141
 """Exit status after writing to a closed pipe, as in a shell: 128 + SIGPIPE."""
@@ -94,7 +95,8 @@ def _run(arguments: Sequence[str]) -> int:
         sys.stdout.write(_help())
         return 0
     if name == "--version":
-        sys.stdout.write(f"medusa {medusa.__version__}\n")
+        revision = commit()
+        sys.stdout.write(f"medusa {medusa.__version__}{f', commit {revision}' if revision else ''}\n")
         return 0
     if name not in COMMANDS:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1)

@@ -3,8 +3,8 @@
     engine        what runs                                      needs                       the text is
     eager         the model as loaded: any device and            nothing                     the model's own
                   precision, quantised, sharded
-    packed        the kernels, every weight exactly, in the      float32 on a CPU, a C++     as with eager
-                  narrowest type or in twelve bits               compiler
+    packed        the kernels, every weight exactly, in the      float32 on a CPU; kernels   as with eager
+                  narrowest type or in twelve bits               of a wheel, or a compiler
     int8          the kernels, int8 weights with a scale per     as packed                   the int8 model's
                   output channel
     auto          packed where it applies, eager elsewhere       nothing                     as with eager

@@ -38,8 +38,10 @@ from medusa.base.causal_lm import (
     verify,
     vocab_size,
 )
+from medusa.console import log_console
+from medusa.engine.fused_layers import FusedLayers
 from medusa.engine.kernels import PackedMatmul
-from medusa.engine.libraries import digest_of, kept_library
+from medusa.engine.libraries import NO_COMPILER, LibraryError, digest_of, found_compiler, kept_library
 from medusa.engine.packed_experts import PackedExperts
 from medusa.engine.pass_parts import CachePart, LayerGroup, parts_of, tensors_in
 from medusa.engine.programs import Program
@@ -74,7 +76,8 @@ def layers_unsupported_reason(view: CausalLM) -> str | None:
 
 
 class CompiledPass:
-    """The passes of ``view``, computed by libraries from the cache directory, or compiled first.
+    """The passes of ``view``, computed by libraries from the cache directory, or compiled first; without a
+    compiler by operators of ours, one after the other (:mod:`medusa.engine.fused_layers`).
 
     Raises:
         ValueError: a part cannot be exported, or its compiled code computes something else.
@@ -89,14 +92,20 @@ class CompiledPass:
         if refusal.exists():
             raise ValueError(refusal.read_text())
         new = [part for part in parts.compiled.values() if not part.path.exists()]
-        for part in new:
+        self.is_fused = bool(new) and found_compiler() is None
+        """Whether no compiler is installed: the layers are operators of ours, and the rest runs as it is."""
+        for part in () if self.is_fused else new:
             part.compile()
-        are_code = parts.ends_are_code
+        are_code = parts.ends_are_code or self.is_fused
         self._before = Program(parts.before.module, None if are_code else parts.before)
         self._after = Program(parts.after.module, None if are_code else parts.after)
-        self._groups = [(Program(group.part.module, group.part), group) for group in parts.groups]
+        if self.is_fused:
+            self._groups = _fused(parts.groups)
+            log_console().print(f"layers run as operators: {NO_COMPILER}", style="dim", soft_wrap=True)
+        else:
+            self._groups = [(Program(group.part.module, group.part), group) for group in parts.groups]
         self._window_sizes = parts.window_sizes
-        if new:
+        if new and not self.is_fused:
             try:
                 self._check_same()
             except ValueError as error:
@@ -194,6 +203,26 @@ def _kept_parts(cache: TreeCache, group: LayerGroup) -> list[tuple[Any, CachePar
 def _all_nodes(num_rows: int, num_nodes: int) -> Tensor:
     """(B, N) long: 0 to N - 1 in each row."""
     return torch.arange(num_nodes).repeat(num_rows, 1)
+
+
+def _fused(groups: Sequence[LayerGroup]) -> list[tuple[Any, LayerGroup]]:
+    """The groups without a compiler; the first of each class of layers is tried.
+
+    Raises:
+        LibraryError: these need one.
+    """
+    tried: set[type] = set()
+    fused = []
+    for group in groups:
+        classes = group.classes
+        try:
+            fused.append((FusedLayers(group.part, is_tried=classes <= tried), group))
+        except ValueError as error:
+            raise LibraryError(
+                f"{NO_COMPILER}; without one, layers run as operators of ours, and these {error}"
+            ) from None
+        tried |= classes
+    return fused
 
 
 def library_paths(view: CausalLM) -> list[Path]:

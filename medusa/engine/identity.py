@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from medusa.base.causal_lm import CausalLM, lm_head_device
-from medusa.engine.kernels import source_text
+from medusa.engine.building import source_text
 from medusa.engine.libraries import digest_of
 from medusa.engine.programs import VERSION
 from medusa.engine.views import packed_as

@@ -7,7 +7,8 @@ the number of rows. These read every weight, key and value once, and add in one 
 is bit-identical whatever the other rows are. It also grows dynamic trees, where
 :mod:`medusa.drafters.dynamic` would call some two hundred small operators.
 
-The installed compiler compiles them for this processor in about fifteen seconds.
+A wheel brings them compiled (:mod:`medusa.engine.prebuilt`). Elsewhere, and for a processor with more
+instructions than those know, the installed compiler compiles them in about fifteen seconds.
 
 Arithmetic is in float32. Weights are held in the narrowest of bfloat16, float16 and float32 that holds every
 number exactly: most checkpoints were published in bfloat16, and are the same model to the last bit at half
@@ -35,7 +36,6 @@ import functools
 import itertools
 import math
 import mmap
-import os
 import re
 import statistics
 import subprocess
@@ -44,7 +44,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -58,7 +57,10 @@ from transformers.pytorch_utils import Conv1D
 from medusa import files
 from medusa.base.attention import TREE_ATTENTION
 from medusa.console import log_console
+from medusa.engine import building
+from medusa.engine.building import CPP, FLAGS, source_text
 from medusa.engine.libraries import (
+    INSTALL_COMPILER,
     check_library,
     compile_library,
     digest_of,
@@ -67,15 +69,7 @@ from medusa.engine.libraries import (
     kept_library,
     why_not_kept,
 )
-
-CPP = Path(__file__).with_name("cpp")
-"""The folder of the C++ files: each source is compiled by itself, beside the others."""
-FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-w")
-"""A multiplication and an addition are fused only where the source says so, so that all bits are
-reproducible."""
-
-
-INSTALL_COMPILER = "`apt install g++`, `dnf install gcc-c++` or `xcode-select --install` installs one"
+from medusa.engine.prebuilt import prebuilt_kernels
 
 
 @functools.cache
@@ -83,6 +77,34 @@ def kernels_unsupported_reason() -> str | None:
     """The missing requirement of the kernels on this machine, in words; None if there is none, and they are
     loaded."""
     compiler = found_compiler()
+    if not _has_loaded_prebuilt(compiler is not None):
+        lacks = _why_not_compiled(compiler)
+        if lacks is not None:
+            return lacks
+    torch.library.register_fake("medusa::packed_product", _shape_of_product, allow_override=True)
+    torch.library.register_fake("medusa::expert_products", _shape_of_experts, allow_override=True)
+    torch.library.register_fake("medusa::tree_attention", _shape_of_attention, allow_override=True)
+    torch.library.register_fake("medusa::quantised_rows", _shape_of_rows, allow_override=True)
+    torch.library.register_fake("medusa::matrix_rule", _shapes_of_rule, allow_override=True)
+    torch.library.register_fake("medusa::rows_at", _shape_of_rows_at, allow_override=True)
+    return None
+
+
+def _has_loaded_prebuilt(has_compiler: bool) -> bool:
+    """Whether a library of the wheel computes here; where it should and cannot, a line says why."""
+    try:
+        path = prebuilt_kernels(FLAGS, has_compiler)
+        if path is not None:
+            _load(path)
+    except (OSError, ValueError) as error:
+        text = f"the kernels that came with medusa are not used: {in_a_line(error)}"
+        log_console().print(text, style="dim", soft_wrap=True)
+        return False
+    return path is not None
+
+
+def _why_not_compiled(compiler: str | None) -> str | None:
+    """The missing requirement of kernels that ``compiler`` makes; None without any, and they are loaded."""
     if compiler is None:
         return f"a C++ compiler (g++ or clang++), and none is installed ({INSTALL_COMPILER})"
     try:
@@ -99,12 +121,6 @@ def kernels_unsupported_reason() -> str | None:
             _load(_compiled_for_this_process(compiler))
         except (OSError, subprocess.CalledProcessError) as second:
             return f"kernels that can be loaded: {in_a_line(second)}; TMPDIR names another directory"
-    torch.library.register_fake("medusa::packed_product", _shape_of_product, allow_override=True)
-    torch.library.register_fake("medusa::expert_products", _shape_of_experts, allow_override=True)
-    torch.library.register_fake("medusa::tree_attention", _shape_of_attention, allow_override=True)
-    torch.library.register_fake("medusa::quantised_rows", _shape_of_rows, allow_override=True)
-    torch.library.register_fake("medusa::matrix_rule", _shapes_of_rule, allow_override=True)
-    torch.library.register_fake("medusa::rows_at", _shape_of_rows_at, allow_override=True)
     return None
 
 
@@ -172,12 +188,6 @@ _kept: list[Any] = []
 """Objects that must live as long as the process."""
 
 
-def source_text() -> str:
-    """The source of the kernels, all files of it."""
-    files = sorted(path for path in CPP.iterdir() if path.suffix in (".cpp", ".h"))
-    return "".join(path.name + path.read_text() for path in files)
-
-
 def shared_constant(name: str) -> float:
     """A number that Python and C++ share: the one of this name in ``cpp/constants.h``."""
     return _constants()[name]
@@ -191,29 +201,10 @@ def _constants() -> dict[str, float]:
 
 
 def _built(compiler: str, path: Path) -> Path:
-    """The library at ``path``; its sources are compiled side by side, as many as there are cores, the longest
-    first."""
+    """The library at ``path``, for this processor."""
     root = Path(torch.__file__).parent
-    is_arm = os.uname().machine in ("aarch64", "arm64")  # the second on macOS
-    tuned = "-mcpu=native" if is_arm else "-march=native"
-    includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
     linked = [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
-    sources = sorted(CPP.glob("*.cpp"), key=lambda source: source.stat().st_size, reverse=True)
-    objects = [path.with_name(f"{source.stem}.o") for source in sources]
-    commands = [
-        [compiler, tuned, *FLAGS, *includes, "-c", str(source), "-o", str(target)]
-        for source, target in zip(sources, objects, strict=True)
-    ]
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(_run, commands))
-    _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(path), *linked])
-    for target in objects:
-        target.unlink()
-    return path
-
-
-def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    return building.build(compiler, path, [*building.native_options(), *FLAGS], root, linked)
 
 
 def _shape_of_product(

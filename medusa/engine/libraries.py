@@ -25,6 +25,11 @@ from medusa.console import log_console
 from medusa.hardware import processor_features
 
 COMPILERS = ("g++", "clang++", "c++")
+INSTALL_COMPILER = "`apt install g++`, `dnf install gcc-c++` or `xcode-select --install` installs one"
+NO_COMPILER = (
+    "what torch compiles for a model needs a C++ compiler (g++ or clang++), and none is installed "
+    f"({INSTALL_COMPILER})"
+)
 
 
 class LibraryError(ValueError):
@@ -87,16 +92,25 @@ def check_library(path: Path) -> None:
     """Raise ValueError where a library was altered, for loading it would end the process; PermissionError
     where another user could have written it, for loading it would run that user's code."""
     files.check_trusted(path, *_directories(path))
+    check_whole(path, "delete it (it is then made anew), and look whether the disk is full")
+
+
+def check_whole(path: Path, advice: str) -> None:
+    """Raise ValueError, which ends with ``advice``, where a library is not what the file beside it says."""
+    facts = sealed_facts(path)
+    if not facts or facts != {**facts, **_sealed(path)}:
+        raise ValueError(
+            f"the compiled library {path} is damaged: it is not the file that was written; {advice}"
+        )
+
+
+def sealed_facts(path: Path) -> dict[str, Any]:
+    """What the file beside a library says of it; empty where there is none, or it is damaged itself."""
     seal = path.with_suffix(".json")
     try:
-        is_whole = seal.exists() and files.read_json(seal) == _sealed(path)
-    except ValueError:  # the seal itself is damaged
-        is_whole = False
-    if not is_whole:
-        raise ValueError(
-            f"the compiled library {path} is damaged: it is not the file that was written; delete it "
-            "(it is then made anew), and look whether the disk is full"
-        )
+        return dict(files.read_json(seal)) if seal.exists() else {}
+    except ValueError:
+        return {}
 
 
 def _directories(path: Path) -> tuple[Path, Path]:

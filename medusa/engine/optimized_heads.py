@@ -33,6 +33,7 @@ from medusa.engine.group_quantised import (
     QuantisedRows,
 )
 from medusa.engine.kernels import PackedLinear, PackedMatmul
+from medusa.engine.libraries import found_compiler
 from medusa.engine.programs import Part, Program
 from medusa.heads.draft_vocab import DraftVocab, GatheredRows
 from medusa.heads.medusa_heads import MedusaHeads
@@ -171,9 +172,11 @@ def _held_rows(lm_head: nn.Module) -> Tensor:
 
 
 def compile_heads(heads: Any, lm_head: nn.Module) -> None:
-    """Have programs compute ``heads``, where :func:`parts_of_heads` has some."""
+    """Have programs compute ``heads``, where :func:`parts_of_heads` has some; not where some are not on disk
+    and there is no compiler."""
     parts = parts_of_heads(heads, lm_head)
-    if parts and heads.programs is None:
+    can_compile = found_compiler() is not None or all(part.path.exists() for part in parts)
+    if parts and can_compile and heads.programs is None:
         for part in parts:
             part.compile()
         modules = [_OneHead(heads, index, lm_head) for index in range(heads.num_heads)]

@@ -81,6 +81,8 @@ class LayerGroup:
     """Its inputs, by their place among the tensors of a pass; the first is the hidden state."""
     parts: list[list[CachePart]]
     """What each layer keeps."""
+    classes: set[type]
+    """Of its layers."""
 
 
 @dataclass
@@ -110,7 +112,7 @@ def parts_of(view: CausalLM) -> PassParts:
     Raises:
         ValueError: its layers do not follow each other with keys and values of their own.
     """
-    calls = [_LayerCall(layer) for layer in decoder_layers(view)]
+    calls = [LayerCall(layer) for layer in decoder_layers(view)]
     trials = [_trial(view, calls, num_rows, num_nodes, length) for num_rows, num_nodes, length in TRIALS]
     if trials[0].lacks_entries or not _follow_each_other(calls):
         raise ValueError(
@@ -148,7 +150,7 @@ def parts_of(view: CausalLM) -> PassParts:
 
 def _groups(
     name: str,
-    calls: list[_LayerCall],
+    calls: list[LayerCall],
     takes: list[list[int]],
     trials: list[_Trial],
     common: tuple[Any, ...],
@@ -159,7 +161,7 @@ def _groups(
     for first in range(0, len(calls), size):
         layers = slice(first, first + size)
         parts = trials[0].parts[layers]
-        module = _LayersAsFunction(
+        module = LayersAsFunction(
             calls[layers], takes[layers], parts, trials[0].window_sizes, len(trials[0].of_cache) > 1
         )
         inputs = [
@@ -167,7 +169,8 @@ def _groups(
             for number, trial in enumerate(trials)
         ]
         part = Part(name, module, inputs, (common, module.settings))
-        groups.append(LayerGroup(part, layers, module.places, parts))
+        classes = {type(call.layer) for call in calls[layers]}
+        groups.append(LayerGroup(part, layers, module.places, parts, classes))
     return groups
 
 
@@ -175,7 +178,7 @@ def _groups(
 
 
 @dataclass
-class _LayerCall:
+class LayerCall:
     """How a model calls one of its layers, in each of :data:`TRIALS`."""
 
     layer: nn.Module
@@ -210,7 +213,7 @@ class _Trial:
     """Whether an attention layer has no keys and values of its own."""
 
 
-def _trial(view: CausalLM, calls: list[_LayerCall], num_rows: int, num_nodes: int, length: int) -> _Trial:
+def _trial(view: CausalLM, calls: list[LayerCall], num_rows: int, num_nodes: int, length: int) -> _Trial:
     """A pass of ``view`` behind texts of ``length`` tokens, which ``calls`` take note of."""
     cache = new_cache(view, num_rows)
     cache.lengths += length  # empty slots: the values are of no interest
@@ -258,7 +261,7 @@ def _trial_tensors(part: Any, num_rows: int, num_nodes: int) -> list[Tensor]:
     return [tensor.clone() for tensor in state.program_inputs()]  # of which one may be another
 
 
-def _follow_each_other(calls: list[_LayerCall]) -> bool:
+def _follow_each_other(calls: list[LayerCall]) -> bool:
     """Whether each layer is called once a pass, with the output of the one before it."""
     if any(len(call.args) != len(TRIALS) for call in calls):
         return False
@@ -291,13 +294,13 @@ def _exchanged(value: Any, tensors: Iterator[Tensor], cache: Cache) -> Any:
 # ------------------------------------------------------------------ the parts as functions of tensors
 
 
-class _LayersAsFunction(nn.Module):
+class LayersAsFunction(nn.Module):
     """Consecutive layers as a function of their input tensors, of the pass's in the cache, and of those that
     each layer keeps; returns the output of each layer, and then what is made of the kept."""
 
     def __init__(
         self,
-        calls: Sequence[_LayerCall],
+        calls: Sequence[LayerCall],
         takes: Sequence[Sequence[int]],
         parts: Sequence[Sequence[CachePart]],
         window_sizes: Sequence[int],
@@ -305,9 +308,9 @@ class _LayersAsFunction(nn.Module):
     ):
         super().__init__()
         self.layers = nn.ModuleList(call.layer for call in calls)
-        self._calls = calls
-        self._takes = takes
-        self._parts = parts
+        self.calls = calls
+        self.takes = takes
+        self.parts = parts
         self._window_sizes = window_sizes
         self._keeps_states = keeps_states  # the base, though not these layers
         self.places = list(dict.fromkeys(itertools.chain(*takes)))
@@ -320,7 +323,7 @@ class _LayersAsFunction(nn.Module):
     def inputs_in(self, trial: int) -> list[Tensor]:
         """The tensors at :attr:`places` in one of :data:`TRIALS`."""
         inputs: dict[int, Tensor] = {}
-        for call, taken in zip(self._calls, self._takes, strict=True):
+        for call, taken in zip(self.calls, self.takes, strict=True):
             tensors = tensors_in((call.args[trial], call.kwargs[trial]))
             for place, tensor in zip(taken, tensors, strict=True):
                 inputs.setdefault(place, tensor.contiguous())
@@ -336,7 +339,7 @@ class _LayersAsFunction(nn.Module):
             paths.set_tensors(next(rest), {size: next(rest) for size in self._window_sizes})
         outputs: list[Tensor] = []
         results: list[Tensor] = []
-        for call, taken, parts in zip(self._calls, self._takes, self._parts, strict=True):
+        for call, taken, parts in zip(self.calls, self.takes, self.parts, strict=True):
             tensors = iter([at_place[place] for place in taken])
             layer = _LayerInProgram(slots, paths, parts, rest)
             args, kwargs = _exchanged((call.args[0], call.kwargs[0]), tensors, layer.as_cache())
@@ -348,7 +351,7 @@ class _LayersAsFunction(nn.Module):
         return [*outputs, *results]
 
 
-def _plain_arguments(call: _LayerCall) -> list[tuple[str, str]]:
+def _plain_arguments(call: LayerCall) -> list[tuple[str, str]]:
     """The keyword arguments of a layer, except tensors."""
     kwargs = call.kwargs[0].items()
     return [(name, repr(value)) for name, value in kwargs if not isinstance(value, (Tensor, tuple, Cache))]
@@ -398,7 +401,7 @@ class _LayerInProgram(StateLayer):
 class _End(nn.Module):
     """A view without its layers, as a function of the tensors that it takes."""
 
-    def __init__(self, view: CausalLM, calls: Sequence[_LayerCall], arguments: dict[str, Any]):
+    def __init__(self, view: CausalLM, calls: Sequence[LayerCall], arguments: dict[str, Any]):
         super().__init__()
         self.base = copy_sharing_parameters(view)
         self._arguments = arguments
@@ -414,7 +417,12 @@ class _End(nn.Module):
 
 
 class _Before(_End):
-    """The tensors that layers take and that are not inputs of the pass."""
+    """The tensors that layers take and that are not inputs of the pass. The LM head is left out: where this
+    is not compiled, nothing else would see that its scores are not used."""
+
+    def __init__(self, view: CausalLM, calls: Sequence[LayerCall], arguments: dict[str, Any]):
+        super().__init__(view, calls, arguments)
+        self.base.set_output_embeddings(nn.Identity())
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
         self.run(inputs)
@@ -456,7 +464,7 @@ class _After(_End):
 class _Stub(nn.Module):
     """Stands for a layer: notes the tensors that it gets, and gives the first of them, or ``result``."""
 
-    def __init__(self, call: _LayerCall):
+    def __init__(self, call: LayerCall):
         super().__init__()
         self._layer = (call.layer,)  # hidden, so that no weight counts as this module's own
         is_tuple = isinstance(call.outputs[0], tuple)

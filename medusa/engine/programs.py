@@ -26,8 +26,17 @@ import transformers
 from torch import Tensor, nn
 
 from medusa.base.experts import is_experts
-from medusa.engine.kernels import PackedMatmul, source_text
-from medusa.engine.libraries import LibraryError, check_library, compile_library, digest_of, kept_library
+from medusa.engine.building import source_text
+from medusa.engine.kernels import PackedMatmul
+from medusa.engine.libraries import (
+    NO_COMPILER,
+    LibraryError,
+    check_library,
+    compile_library,
+    digest_of,
+    found_compiler,
+    kept_library,
+)
 from medusa.engine.packed_experts import RouterWeight
 from medusa.engine.views import JoinedLinear
 from medusa.files import check_trusted
@@ -86,7 +95,13 @@ class Part:
         return kept_library(self.name, digest)
 
     def compile(self) -> None:
-        """Compile the library to disk."""
+        """Compile the library to disk.
+
+        Raises:
+            LibraryError: it is not there, and neither is a compiler.
+        """
+        if not self.path.exists() and found_compiler() is None:
+            raise LibraryError(NO_COMPILER)
         text = (
             f"compiling {self.name} for this processor, once: some ten seconds on an idle machine, longer "
             f"beside other work; kept in {self.path.parent}"

@@ -230,17 +230,18 @@ class JoinedLinear(nn.Module):
         super().__init__()
         self.weight = linear.weight
         self.bias = linear.bias  # shared with the base
-        self._shared = shared
+        self.shared = shared
+        """The product of all of them, in which this one's columns are those of its place."""
         self._index = index
         if index == 0:
             self.product = shared.product
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._shared.part(self._index, x)
+        return self.shared.part(self._index, x)
 
     def share(self, product: nn.Module) -> None:
         """Have all layers of the group compute with ``product``."""
-        self._shared.product = product
+        self.shared.product = product
 
 
 class _JointProduct:

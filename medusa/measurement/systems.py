@@ -30,7 +30,7 @@ from medusa.drafters.registry import (
     part_names,
     uses_model_heads,
 )
-from medusa.engine.kernels import INSTALL_COMPILER
+from medusa.engine.libraries import INSTALL_COMPILER
 from medusa.engine.optimized_heads import optimized_heads
 from medusa.engine.views import packed_as
 from medusa.heads.autoregressive_head import Heads

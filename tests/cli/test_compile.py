@@ -100,6 +100,18 @@ def test_whatever_keeps_a_library_from_its_use_is_one_line_and_steps_run_general
     assert "MEDUSA_CACHE" in line and "Command" not in line
 
 
+def test_the_command_says_what_it_lacks_where_no_compiler_is_installed(
+    monkeypatch, nothing_is_compiled_unasked, capsys, tmp_path
+):
+    kernels_unsupported_reason()
+    monkeypatch.setattr(loading, "default_step", nothing_is_compiled_unasked)
+    monkeypatch.setattr(Steps, "compiled_pass", lambda self: (None, 0.1))  # of operators, which leave nothing
+    monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path / "cache"))
+    base, _ = save_chat_model(tmp_path)
+    assert main(["compile", "--base", base, "--engine", "packed", "--heads", "none"]) == 1
+    assert "needs a C++ compiler (g++ or clang++), and none is installed" in capsys.readouterr().err
+
+
 def test_an_engine_that_keeps_no_library_is_refused(compiling):
     model = MedusaModel(tiny_model("llama"), engine="eager")
     assert not model.is_compiled

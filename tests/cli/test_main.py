@@ -90,7 +90,7 @@ assert not loaded, loaded
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"medusa {medusa.__version__}\n")
+    assert re.match(rf"medusa {re.escape(medusa.__version__)}(, commit \w+(-dirty)?)?\n", done.stdout)
     assert "got 'cht'; did you mean chat?" in done.stderr
 
 
@@ -460,7 +460,7 @@ def test_the_package_itself_is_a_door(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("medusa", run_name="__main__")
     assert ended.value.code == 0
-    assert capsys.readouterr().out == f"medusa {medusa.__version__}\n"
+    assert capsys.readouterr().out.startswith(f"medusa {medusa.__version__}")
 
 
 TOOL = {"type": "function", "function": {"name": "clock"}}

@@ -159,7 +159,7 @@ class CountedProduct(torch.nn.Module):
 def test_joined_layers_compute_once_for_one_input_and_again_for_any_other():
     linears = linears_of((6, 3))
     first, second = joined(linears)
-    product = first._shared.product = CountedProduct(linears)
+    product = first.shared.product = CountedProduct(linears)
     x, other = torch.randn(4, 40), torch.randn(4, 40)
     is_close = partial(torch.allclose, atol=1e-5)  # a wider product rounds otherwise
     with torch.no_grad():

@@ -33,7 +33,7 @@ from medusa.acceptance import sampling
 from medusa.acceptance.sampling import hashed_bits
 from medusa.base.attention import TREE_ATTENTION, seen_slots, tree_attention_masks
 from medusa.base.causal_lm import new_cache, prefill, verify
-from medusa.engine import engine_state, kernels
+from medusa.engine import building, engine_state, kernels
 from medusa.engine.kernels import (
     HugePages,
     PackedMatmul,
@@ -580,7 +580,7 @@ def test_where_the_cache_cannot_be_written_kernels_are_built_for_this_process(un
 def test_the_compiler_is_asked_for_this_processor_by_the_name_that_it_knows(tmp_path, monkeypatch, machine):
     commands = []
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine=machine))
-    monkeypatch.setattr(kernels, "_run", commands.append)
+    monkeypatch.setattr(building, "run", commands.append)
     monkeypatch.setattr(Path, "unlink", lambda path: None)
     kernels._built("c++", tmp_path / "kernels.so")
     option = "-march=native" if machine == "x86_64" else "-mcpu=native"

@@ -80,6 +80,13 @@ STABLE_TORCH_LIBRARY(medusa, m) {
       " Tensor? path, Tensor? num_kept, Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta,"
       " Tensor parents, Tensor? rates) -> (Tensor, Tensor)");
   m.def("rows_at(Tensor before, Tensor nodes, Tensor places) -> Tensor");
+  // between the products of a layer, in passes that are not compiled
+  m.def("norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("sum_and_norm(Tensor x, Tensor more, Tensor weight, float eps) -> (Tensor, Tensor)");
+  m.def("gated(Tensor both) -> Tensor");
+  m.def(
+      "turned_queries(Tensor rows, Tensor cosines, Tensor sines, Tensor slots, Tensor(a!) keys,"
+      " Tensor(b!) values) -> Tensor");
   // drafts
   m.def("remember(Tensor(a!) ring, Tensor(b!) latest, int total, Tensor text) -> int");
   m.def(
@@ -121,6 +128,10 @@ STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
   m.impl("seen_slots", TORCH_BOX(&medusa::seen_slots));
   m.impl("matrix_rule", TORCH_BOX(&medusa::matrix_rule_in_eager_pass));
   m.impl("rows_at", TORCH_BOX(&medusa::rows_at));
+  m.impl("norm", TORCH_BOX(&medusa::norm));
+  m.impl("sum_and_norm", TORCH_BOX(&medusa::sum_and_norm));
+  m.impl("gated", TORCH_BOX(&medusa::gated));
+  m.impl("turned_queries", TORCH_BOX(&medusa::turned_queries));
   m.impl("remember", TORCH_BOX(&medusa::remember));
   m.impl("continuations", TORCH_BOX(&medusa::continuations));
   m.impl("grow", TORCH_BOX(&medusa::grow));

@@ -52,6 +52,12 @@ std::tuple<Tensor, Tensor> matrix_rule(Tensor state, Tensor last, std::optional<
                                        Tensor key, Tensor value, Tensor decay, std::optional<Tensor> beta,
                                        const Tensor& parents, std::optional<Tensor> rates);
 Tensor rows_at(const Tensor& before, const Tensor& nodes, const Tensor& places);
+// layer_steps.cpp
+Tensor norm(const Tensor& x, const Tensor& weight, double eps);
+std::tuple<Tensor, Tensor> sum_and_norm(const Tensor& x, const Tensor& more, const Tensor& weight, double eps);
+Tensor gated(const Tensor& both);
+Tensor turned_queries(const Tensor& rows, const Tensor& cosines, const Tensor& sines, const Tensor& slots,
+                      Tensor keys, Tensor values);
 // dynamic_trees.cpp
 std::tuple<std::vector<Tensor>, bool> grow(
     Tensor logits, std::optional<Tensor> sharpness, std::optional<Tensor> noise,

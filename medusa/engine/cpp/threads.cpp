@@ -82,6 +82,7 @@ class SpinLock {
       if (!comes_true(PATIENCE, [&] { return !is_held.load(std::memory_order_relaxed); }))
         std::this_thread::yield();
   }
+  bool try_lock() { return !is_held.exchange(true, std::memory_order_acquire); }
   void unlock() { is_held.store(false, std::memory_order_release); }
 
  private:
@@ -199,7 +200,7 @@ void release_threads_of_torch() {
 // Threads that wait for jobs, one job at a time. They are never ended: a library is not unloaded.
 class Pool {
  public:
-  std::mutex calling;  // held by the thread whose job is under way
+  SpinLock calling;  // held by the thread whose job is under way
 
   void run(const std::shared_ptr<Job>& job) {
     release_threads_of_torch();

@@ -16,13 +16,11 @@ before it was renamed.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import platform
 import shlex
 import shutil
-import subprocess
 import sys
 import uuid
 from collections.abc import Collection, Iterable, Mapping
@@ -52,6 +50,7 @@ from medusa.files import (
 )
 from medusa.heads.checkpoint import HEADS_LAYOUT, PROVENANCE_FILE, heads_directory
 from medusa.options import differences
+from medusa.revision import commit
 from medusa.training.config import TrainingConfiguration, changed_keys
 from medusa.training.recipes.recipe import RunState
 from medusa.training.run.processes import on_main_process
@@ -396,7 +395,7 @@ def provenance(
     return {
         "command": shlex.join(sys.orig_argv),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "medusa": {"version": medusa.__version__, "commit": _commit(Path(medusa.__file__).parent)},
+        "medusa": {"version": medusa.__version__, "commit": commit()},
         "versions": versions,
         "machine": {"system": platform.platform(), "processor": platform.machine()},
         "configuration": configuration.as_dict(),
@@ -420,18 +419,3 @@ def _inherited(start_from: str | None) -> dict[str, Any]:
     path = None if start_from is None else heads_directory(start_from) / PROVENANCE_FILE
     learned = read_json(path).get("learned") if path is not None and path.exists() else None
     return {} if learned is None else {"learned": learned}
-
-
-@functools.cache
-def _commit(checkout: Path) -> str | None:
-    """The git commit of a checkout, with "-dirty" when files differ from it; None outside of one."""
-    try:
-        described = subprocess.run(
-            ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return described.stdout.strip()
