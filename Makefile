@@ -125,10 +125,12 @@ NEWEST := \
     tests/serving/test_server.py::test_many_clients_at_once_get_what_each_gets_alone \
     tests/cli/test_next_steps.py::test_a_command_ends_with_its_next_step
 
+# FROM names a wheel of `make dist` to install in place of the checkout.
+FROM ?= .
 test-newest:
 	rm -rf .venv-newest
 	$(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --no-compile . pytest pytest-xdist hypothesis openai
+	.venv-newest/bin/python -m pip install --quiet --no-compile $(FROM) pytest pytest-xdist hypothesis openai
 	OMP_NUM_THREADS=1 .venv-newest/bin/pytest -n $(TEST_PROCESSES) --dist worksteal -W error::FutureWarning $(NEWEST)
 
 test-arm: .venv/.installed
