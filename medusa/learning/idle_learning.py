@@ -210,20 +210,21 @@ class IdleLearning:
 
     def _begin(self) -> None:
         """Start a round, in a process group of its own, so that a Ctrl-C here does not reach it."""
-        is_tied, tied = os.pipe()
-        with (self.learned.directory / LOG).open("wb") as output, open(is_tied, "rb") as waited_for:
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", TIED, str(tied), *self.command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    process_group=0,
-                    pass_fds=[tied],
-                )
-            finally:
-                os.close(tied)
-            waited_for.read()
+        with (self.learned.directory / LOG).open("wb") as output:
+            is_tied, tied = os.pipe()
+            with open(is_tied, "rb") as waited_for:
+                try:
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-c", TIED, str(tied), *self.command],
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        process_group=0,
+                        pass_fds=[tied],
+                    )
+                finally:
+                    os.close(tied)
+                waited_for.read()
         self._is_paused = False
         with suppress(ProcessLookupError):  # it has ended already
             os.setpriority(os.PRIO_PROCESS, self._process.pid, LOWEST_PRIORITY)
