@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicCache
 
 from medusa.assets import shipped_heads
 from medusa.base.architecture_check import check_decodable, is_tested
+from medusa.base.causal_lm import CausalLM
 from medusa.base.gguf_file import GGUFFile, is_gguf, type_name
 from medusa.base.known_models import learned_for, shipped_for
 from medusa.base.loading import (
@@ -31,11 +32,13 @@ from medusa.base.loading import (
 from medusa.base.quantised_directory import described_settings
 from medusa.base.recurrent import is_recurrent, kind_of_layer
 from medusa.base.text_part import auto_class, text_part
+from medusa.cli.loading import without_layers
 from medusa.cli.option_types import InfoOptions
 from medusa.cli.options import answer_command, command
 from medusa.console import counted, megabytes, output_console
 from medusa.decoding.prefix_store import prefix_home, stored_bytes
-from medusa.heads.checkpoint import PROVENANCE_FILE, HeadsCheckpoint, kind_of, load_heads
+from medusa.heads.checkpoint import PROVENANCE_FILE, HeadsCheckpoint, check_heads_fit, kind_of, load_heads
+from medusa.heads.fingerprint import Kinship
 from medusa.heads.mtp import num_mtp_layers
 
 LONGEST_CELL = 600
@@ -45,6 +48,14 @@ LONGEST_CELL = 600
 def info(options: InfoOptions) -> list[str]:
     """Print the description of a base or of heads; both descriptions where a base and heads have the name."""
     name = options.heads
+    if options.base is not None:
+        checkpoint = load_heads(name)
+        fit = describe_fit(checkpoint, options.base)
+        described = describe_heads(checkpoint) | fit
+        _print_all({f"Heads in {name}": described}, described if options.json else None)
+        if fit["fit"].startswith("none"):
+            return [command("learn", options.base)]
+        return [command("chat", "--base", options.base, "--heads", name)]
     if name in shipped_heads() and not Path(name).is_dir():
         return _info_of_both(name, options.json)
     source = _base_source(name)
@@ -203,6 +214,28 @@ def describe_heads(checkpoint: HeadsCheckpoint) -> dict[str, Any]:
         ],
         "provenance": checkpoint.provenance,
     }
+
+
+def describe_fit(checkpoint: HeadsCheckpoint, name: str) -> dict[str, str]:
+    """How well heads fit the base called ``name``, in a sentence, and what is known of their worth."""
+    base = without_layers(name)
+    described = {"fit": f"{name} is {_kinship(checkpoint, base).described}"}
+    try:
+        check_heads_fit(checkpoint.heads, base)
+    except ValueError as error:
+        return {"fit": f"none: {error}"}
+    measured = checkpoint.provenance.get("metrics", {}).get("held_out/tokens_per_step")
+    if measured is not None:
+        described["worth"] = (
+            f"{measured:.2f} tokens a step on text that {checkpoint.base_model} wrote and they were not "
+            f"trained on; `medusa benchmark` measures it here"
+        )
+    return described
+
+
+def _kinship(checkpoint: HeadsCheckpoint, base: CausalLM) -> Kinship:
+    fingerprint = checkpoint.fingerprint
+    return Kinship("unknown") if fingerprint is None else fingerprint.kinship(base)
 
 
 def _in_words(name: str, value: Any) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from medusa.assets import base_named
 from medusa.base.causal_lm import CausalLM
-from medusa.base.loading import find_base, load_base, load_tokenizer
+from medusa.base.loading import BaseSource, find_base, load_base, load_tokenizer
 from medusa.cli.loading import (
     chosen_device,
     encode_prompts,
@@ -72,7 +72,7 @@ def export(options: ExportOptions) -> list[str]:
     _check_may_be_shared(options, checkpoint)
     name = base_named(options.base or recorded_base(checkpoint, options.heads))  # others know no name of ours
     dtype = getattr(torch, options.dtype)
-    load = partial(load_base, name, dtype="auto", trust_remote_code=options.trust_remote_code)
+    load = partial(_loaded, name, trust_remote_code=options.trust_remote_code)
     request = ToExport(options.heads, checkpoint, load, split_revision(name)[0], dtype)
     files = export_heads(request, options.to, options.output, options.overwrite)
     size = sum(path.stat().st_size for path in options.output.iterdir())
@@ -114,7 +114,7 @@ def import_foreign(options: ImportOptions) -> list[str]:
         )
     name = options.base or _base_of(directory, foreign)
     source = find_base(name, trust_remote_code=options.trust_remote_code)
-    base = load_base(source, dtype="auto")
+    base = _loaded(source, trust_remote_code=options.trust_remote_code)
     own_name = str(options.base_output or name)
     layers = tuple(options.fused_layers or ())
     request = ReadRequest(directory, base, options.trust_tensors, layers, options.max_depth)
@@ -360,7 +360,12 @@ def _load_base(options: PushOptions, checkpoint: HeadsCheckpoint, base: str) -> 
     """The base for exports: where the heads were trained if it is still there, else the hub's."""
     recorded = recorded_base(checkpoint, options.heads)
     name = recorded if Path(base_named(recorded)).exists() else base
-    return load_base(name, dtype="auto", trust_remote_code=options.trust_remote_code)
+    return _loaded(name, trust_remote_code=options.trust_remote_code)
+
+
+def _loaded(source: str | BaseSource, trust_remote_code: bool = False) -> CausalLM:
+    """A base in the type that it was saved in."""
+    return load_base(source, dtype="auto", trust_remote_code=trust_remote_code)
 
 
 @contextmanager

@@ -239,6 +239,14 @@ def load_base_on(
     return base.to(device)
 
 
+def without_layers(name: str) -> CausalLM:
+    """The base called ``name`` with its embeddings and none of its layers."""
+    from medusa.training.config import BaseOptions  # which chats do not wait for
+    from medusa.training.states import base
+
+    return base.load_without_layers(BaseOptions(name), torch.device("cpu"))
+
+
 def chosen_device(name: str) -> torch.device:
     """The device called ``name``."""
     if name == "auto":

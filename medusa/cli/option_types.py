@@ -204,10 +204,14 @@ class InfoOptions:
         medusa info runs/demo/heads
         medusa info --json owner/heads-on-the-hub
         medusa info models/smollm2-135m-instruct
+        medusa info runs/demo/heads --base model.gguf
     """
 
     heads: tyro.conf.Positional[str]
     """A heads directory, a hub id, or the name of heads that ship; or the directory or hub id of a base."""
+    base: str | None = None
+    """A base, as --base of chat names it: say whether these heads fit it, and what is known of their worth
+    there. Its embeddings are read."""
     json: bool = False
     """One line of JSON instead of a table."""
 

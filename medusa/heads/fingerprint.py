@@ -12,7 +12,7 @@ import reprlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ TOLERANCE = 0.01
 model is 140 % away, and a fine-tuned one as far as its LM head has moved."""
 QUANTISED_TOLERANCE = 0.2
 """The distance where one of the two is a quantised file: four bits move a weight by up to a tenth."""
+FINETUNED_DISTANCE = 0.7
+"""Below this distance one model was trained from the other: those that have nothing to do with each other are
+the square root of two apart."""
 CONFIGURATION_KEYS = (
     "model_type",
     "num_hidden_layers",
@@ -37,6 +40,31 @@ CONFIGURATION_KEYS = (
     "intermediate_size",
 )
 READABLE_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Kinship:
+    """How a base is related to the one that heads were trained on, as far as fingerprints tell."""
+
+    kind: Literal["same", "quantised", "finetuned", "other", "unknown"]
+    difference: str | None = None
+    """How they differ, in words; None where nothing speaks for that."""
+
+    @property
+    def described(self) -> str:
+        """What is to be expected of the heads, in a sentence."""
+        return _EXPECTED[self.kind].format(self.difference)
+
+
+_EXPECTED = {
+    "same": "the base that they were trained on, as far as its LM head tells",
+    "quantised": "the base that they were trained on, and one of the two is in a quantised file: nearly as "
+    "many guesses are right",
+    "finetuned": "trained further from the base that they were trained on, or this from that ({}): some "
+    "guesses are lost; `medusa learn` begins from such heads",
+    "other": "another model ({}): few guesses will be right; `medusa learn` makes heads for it",
+    "unknown": "not known: the heads have no record of their base's weights, or its LM head cannot be read",
+}
 
 
 @dataclass(frozen=True)
@@ -92,22 +120,28 @@ class BaseFingerprint:
         is_quantised = recorded.get("quantised", False) is True
         return cls(None if sample is None else tuple(sample), configuration, is_quantised)
 
-    def difference(self, base: CausalLM) -> str | None:
-        """How ``base`` is another model, in words; None where nothing speaks for that."""
+    def kinship(self, base: CausalLM) -> Kinship:
+        """How ``base`` is related to this one."""
         other = BaseFingerprint.of(base)
         known = self.configuration.keys() & other.configuration.keys()
         differing = differences(
             {key: self.configuration[key] for key in known}, {key: other.configuration[key] for key in known}
         )
         if differing:
-            return differing[0]
+            return Kinship("other", differing[0])
         if self.sample is None or other.sample is None or len(self.sample) != len(other.sample):
-            return None  # nothing to compare
+            return Kinship("unknown")
         distance = math.dist(self.sample, other.sample) / max(math.hypot(*self.sample), 1e-12)
         is_rounded = self.is_quantised or other.is_quantised
         if distance <= (QUANTISED_TOLERANCE if is_rounded else TOLERANCE):
-            return None
-        return f"its LM head is {distance:.1%} away from theirs"
+            return Kinship("quantised" if self.is_quantised != other.is_quantised else "same")
+        is_finetuned = distance <= FINETUNED_DISTANCE
+        difference = f"its LM head is {distance:.1%} away from theirs"
+        return Kinship("finetuned" if is_finetuned else "other", difference)
+
+    def difference(self, base: CausalLM) -> str | None:
+        """How ``base`` is another model, in words; None where nothing speaks for that."""
+        return self.kinship(base).difference
 
 
 def _sampled_rows(head: nn.Module) -> Tensor | None:
@@ -131,11 +165,20 @@ def relative_distance(theirs: Tensor, ours: Tensor) -> float:
 
 def warn_of_another_base(fingerprint: BaseFingerprint | None, base: CausalLM, trained_on: str) -> None:
     """Warn when heads were trained on another model than ``base``; not where no fingerprint was recorded."""
-    difference = None if fingerprint is None else fingerprint.difference(base)
-    if difference is not None:
-        warnings.warn(
-            f"the heads were trained on another model ({trained_on!r}) than the base {base.name_or_path!r}: "
-            f"{difference}. The text stays the base's own, but few guesses will be right; load the base that "
-            "the heads were trained on, or train heads for this one",
-            stacklevel=3,
+    kinship = Kinship("unknown") if fingerprint is None else fingerprint.kinship(base)
+    if kinship.difference is None:
+        return
+    name = repr(base.name_or_path)
+    if kinship.kind == "finetuned":
+        text = (
+            f"the base {name} was trained further than the one that the heads were trained on "
+            f"({trained_on!r}), or less far: {kinship.difference}. The text stays the base's own, and some "
+            f"guesses are lost; `medusa learn {base.name_or_path}` trains the heads further"
         )
+    else:
+        text = (
+            f"the heads were trained on another model ({trained_on!r}) than the base {name}: "
+            f"{kinship.difference}. The text stays the base's own, but few guesses will be right; load the "
+            "base that the heads were trained on, or train heads for this one"
+        )
+    warnings.warn(text, stacklevel=3)

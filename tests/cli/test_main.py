@@ -17,7 +17,7 @@ from huggingface_hub.errors import HTTPError
 from reported import ran
 from stateful_models import stateful_model, tiny_stateful_model
 from tiny_chat import chat_heads, chat_tokenizer, save_chat_model, wide_tree
-from transformers import PreTrainedTokenizerBase, T5Config
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, T5Config
 
 import medusa
 from medusa import CandidateTree, HeadsCheckpoint, save_heads
@@ -26,6 +26,7 @@ from medusa.cli.info import info
 from medusa.cli.main import COMMANDS, exit_status, main
 from medusa.cli.option_types import InfoOptions
 from medusa.console import track
+from medusa.heads.fingerprint import BaseFingerprint
 from medusa.trees.tuned_trees import Runtime, TunedTree
 
 OTHER_DEVICE = "xpu" if torch.cuda.is_available() else "cuda"
@@ -537,6 +538,24 @@ def test_heads_that_were_carried_elsewhere_ask_for_their_base(tmp_path, capsys):
     heads = save_heads(HeadsCheckpoint(chat_heads(), "runs/base", CandidateTree.chain(1)), tmp_path / "heads")
     printed = ran(capsys, ["generate", "--heads", str(heads), "Hello"], 1)
     assert "were trained on the base 'runs/base', which is not here: give --base" in printed.err
+
+
+def test_info_says_whether_heads_fit_a_base(tmp_path, capsys):
+    model, _ = save_chat_model(tmp_path / "model")
+    base = LlamaForCausalLM.from_pretrained(model)
+    parts = {
+        "fingerprint": BaseFingerprint.of(base),
+        "provenance": {"metrics": {"held_out/tokens_per_step": 2.8071}},
+    }
+    heads = save_heads(HeadsCheckpoint(chat_heads(), "tiny", **parts), tmp_path / "heads")
+    printed = ran(capsys, ["info", str(heads), "--base", model, "--json"])
+    described = json.loads(printed.out)
+    assert "is the base that they were trained on" in described["fit"]
+    assert described["worth"].startswith("2.81 tokens a step on text that tiny wrote")
+    tiny_model("llama").save_pretrained(tmp_path / "other")
+    printed = ran(capsys, ["info", str(heads), "--base", str(tmp_path / "other"), "--json"])
+    assert json.loads(printed.out)["fit"].startswith("none: heads were trained for vocab_size=260")
+    assert f"medusa learn {tmp_path / 'other'}" in printed.err
 
 
 def test_info_tells_the_metrics_of_training_in_words(tmp_path, capsys):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -40,13 +42,35 @@ def test_another_base_of_the_same_sizes_is_warned_of(saved):
         MedusaModel.from_pretrained(chat_base(seed=1), saved)
 
 
-def test_a_fine_tuned_base_is_warned_of(saved):
+def moved_base(share: float) -> LlamaForCausalLM:
+    """The base with noise on its weights, of this share of their size."""
     base = chat_base()
     with torch.no_grad():
         for each in base.parameters():
-            each.add_(0.03 * each.std() * torch.randn(each.shape, generator=torch.Generator().manual_seed(0)))
-    with pytest.warns(UserWarning, match="another model"):
-        MedusaModel.from_pretrained(base, saved)
+            noise = torch.randn(each.shape, generator=torch.Generator().manual_seed(0))
+            each.add_(share * each.std() * noise)
+    return base
+
+
+@pytest.mark.parametrize("share", [0.03, 0.3])
+def test_a_finetuned_base_is_told_from_another_model(saved, share):
+    with pytest.warns(UserWarning, match="was trained further than.*some guesses are lost; `medusa learn"):
+        MedusaModel.from_pretrained(moved_base(share), saved)
+
+
+def test_a_base_is_the_same_a_finetuned_one_or_another(saved):
+    fingerprint = load_heads(saved).fingerprint
+    quantised = replace(fingerprint, is_quantised=True)
+    kinds = {
+        "same": fingerprint.kinship(chat_base()),
+        "finetuned": fingerprint.kinship(moved_base(0.3)),
+        "other": fingerprint.kinship(chat_base(seed=1)),
+        "unknown": replace(fingerprint, sample=None).kinship(chat_base()),
+        "quantised": quantised.kinship(moved_base(0.1)),
+    }
+    assert {name: kinship.kind for name, kinship in kinds.items()} == {name: name for name in kinds}
+    assert {name for name, kinship in kinds.items() if kinship.difference} == {"finetuned", "other"}
+    assert re.search(r"\(its LM head is \d\d\.\d% away from theirs\): some", kinds["finetuned"].described)
 
 
 def test_a_base_of_another_shape_of_equal_sizes_is_warned_of(saved):
