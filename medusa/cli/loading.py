@@ -39,7 +39,7 @@ from medusa.decoding.batch import BatchLimits
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import DrafterFactory, uses_model_heads
-from medusa.engine.libraries import NO_COMPILER
+from medusa.engine.libraries import NO_COMPILER, found_compiler
 from medusa.engine.loading import load_for_engine, load_own_heads
 from medusa.engine.views import packed_bytes, share_of_outliers
 from medusa.hardware import use_threads
@@ -307,7 +307,7 @@ def compile_model(options: CompileOptions) -> list[str]:
     model = load_model(replace(options.model, step="general"))  # by default loading compiles
     was_there = model.is_compiled
     seconds = model.compile()
-    if not model.is_compiled:
+    if not model.is_compiled and found_compiler() is None:
         raise ValueError(NO_COMPILER)
     num_bytes = sum(path.stat().st_size for path in model.library_paths if path.exists())
     text = f"{'was there' if was_there else 'compiled'}, ready after {seconds:.1f} s"

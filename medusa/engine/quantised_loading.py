@@ -102,7 +102,7 @@ def bytes_of_quantised(source: BaseSource, engine: Engine) -> int:
         base = directory.empty_model(**source_arguments(source.arguments))
         if _is_widened(engine):
             return 4 * sum(weight.numel() for weight in base.parameters())
-        return _bytes_of_directory(directory, base, engine)
+        return _bytes_held(directory, base, *directory.of_text(base), engine)
     if _is_widened(engine):
         return 4 * sum(math.prod(entry.shape) for entry in source.gguf.tensors.values())
     model = gguf_model()
@@ -136,8 +136,8 @@ def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: E
     base = directory.empty_model(**source_arguments(source.arguments))
     layers, plain = directory.of_text(base)
     experts = directory.quantised_experts(base)
-    int8 = engine == "int8" and all(each.form == "fp8" for each in layers.values())
-    num_bytes = _bytes_of_directory(directory, base, engine)
+    int8 = _is_held_in_int8(engine, layers)
+    num_bytes = _bytes_held(directory, base, layers, plain, engine)
     check_fits(source.name, engine, lambda _: num_bytes, ())
     head = lm_head(base)
     modules = dict(base.named_modules())
@@ -183,12 +183,9 @@ def _held_directory(source: BaseSource, directory: QuantisedDirectory, engine: E
     return base
 
 
-def _bytes_of_directory(directory: QuantisedDirectory, base: CausalLM, engine: Engine) -> int:
-    """Memory that the weights of ``base`` take, about."""
-    layers, plain = directory.of_text(base)
-    int8 = engine == "int8" and all(layer.form == "fp8" for layer in layers.values())
-    of_experts = sum(math.prod(shape) for shape in directory.quantised_experts(base).values())
-    return _bytes_held(directory, base, layers, plain, int8) + of_experts * 17 // 32  # bytes of a block
+def _is_held_in_int8(engine: Engine, layers: Mapping[str, QuantisedLayer]) -> bool:
+    """Whether ``engine`` rounds the weights of a quantised directory again, those of FP8 alone."""
+    return engine == "int8" and all(layer.form == "fp8" for layer in layers.values())
 
 
 def _bytes_held(
@@ -196,12 +193,13 @@ def _bytes_held(
     base: CausalLM,
     layers: Mapping[str, QuantisedLayer],
     plain: Mapping[str, str],
-    int8: bool,
+    engine: Engine,
 ) -> int:
-    """Memory that the weights of ``base`` take, about; its experts are left out.
+    """Memory that the weights of ``base`` take, about.
 
     An LM head that is tied is packed beside the embedding's rows, which stay in the file.
     """
+    int8 = _is_held_in_int8(engine, layers)
     parameters = dict(base.named_parameters(remove_duplicate=False))
     stored = {id(parameters[name]): directory.tensors[source] for name, source in plain.items()}
     dtypes = {weight: FLOATS[entry.dtype] for weight, entry in stored.items()}
@@ -218,6 +216,8 @@ def _bytes_held(
         packed.update(id(linear.weight) for linear in linears)
         num_bytes += bytes_of_group(linears, dtype, int8)
     left = {weight: entry for weight, entry in stored.items() if weight in lookups or weight not in packed}
+    of_experts = sum(math.prod(shape) for shape in directory.quantised_experts(base).values())
+    num_bytes += of_experts * 17 // 32  # bytes of a block
     return num_bytes + sum(entry.num_bytes for entry in left.values())
 
 

@@ -106,6 +106,7 @@ def test_the_command_says_what_it_lacks_where_no_compiler_is_installed(
     kernels_unsupported_reason()
     monkeypatch.setattr(loading, "default_step", nothing_is_compiled_unasked)
     monkeypatch.setattr(Steps, "compiled_pass", lambda self: (None, 0.1))  # of operators, which leave nothing
+    monkeypatch.setattr(loading, "found_compiler", lambda: None)
     monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path / "cache"))
     base, _ = save_chat_model(tmp_path)
     assert main(["compile", "--base", base, "--engine", "packed", "--heads", "none"]) == 1
