@@ -142,6 +142,21 @@ def test_files_are_read_while_they_appear_and_deleted_where_told(serve, tmp_path
     assert not list(directory.iterdir())
 
 
+def test_a_file_stays_until_all_documents_that_it_has_are_stored(
+    serve, tmp_path, without_layers, monkeypatch
+):
+    """Shards of one document; the first is the last one's too."""
+    monkeypatch.setattr(states_format, "SHARD_BYTES", 1500)
+    some = documents_of()
+    documents = Documents.of([*(some[index] for index in range(len(some))), some[0]])
+    write_odd(tmp_path / "states", some)
+    states = ServedHiddenStates(without_layers, [str(tmp_path / "states")], deletes_read=True)
+    cached = stored(tmp_path / "ours", documents, states)
+    assert len(cached.ends) > 2
+    assert_those_of_the_base(cached, documents)
+    assert not list((tmp_path / "states").iterdir())
+
+
 def test_no_file_is_deleted_before_its_states_are_stored(serve, tmp_path, without_layers, monkeypatch):
     documents = documents_of()
     write_odd(tmp_path / "states", documents)

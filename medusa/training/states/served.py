@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -121,15 +122,18 @@ class ServedHiddenStates:
             states = self._read(path, documents, index, order)
             self._judge(states, documents, index, path)
             yield index, self._padded(documents, index, states)
+            self._files.num_left[path] -= 1
             self._used.append(path)
             left.remove(index)
         for index, states in self._answers(left, documents, order):
             yield index, self._padded(documents, index, states)
 
     def finish(self) -> None:
-        """Delete the files whose states are stored, where told; no process waits for another."""
+        """Delete the files whose states are stored, where told, and nobody else reads; no process waits for
+        another."""
         for path in self._used if self._deletes_read else ():
-            _delete(path)
+            if self._files is not None and not self._files.num_left[path]:
+                _delete(path)
         self._used.clear()
 
     @property
@@ -362,6 +366,8 @@ class _FilesOfDocuments:
     def __post_init__(self) -> None:
         self.path_of: dict[int, Path] = {}
         """By the index of a document."""
+        self.num_left: Counter[Path] = Counter()
+        """Documents that each file has and that were not read."""
         self._seen: set[Path] = set()
         self._indices: dict[bytes, list[int]] = {}
         for index in range(len(self.documents)) if self.directories else ():
@@ -386,8 +392,9 @@ class _FilesOfDocuments:
                 count += 1
                 self._seen.add(path)
                 for digest in _digests(tokens):
-                    for index in self._indices.get(digest, ()):
-                        self.path_of.setdefault(index, path)
+                    for index in self._indices.pop(digest, ()):
+                        self.path_of[index] = path
+                        self.num_left[path] += 1
         return count
 
     def _check_new(self, path: Path, error: Exception) -> None:
