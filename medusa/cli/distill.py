@@ -208,11 +208,12 @@ def run(options: DistillOptions) -> list[str]:
         if seconds:
             summarise(report, seconds, options.output, log)
     end_with_json({**vars(report), "seconds": seconds}, options.report.json)
-    base = options.model or options.base
+    base = "BASE" if options.endpoint else options.base  # a server's name of it is none of ours
+    states = ("--cache_hidden_states", "true", "--states_from", "DIR", *options.endpoint)
     return [
         command(
             "train", "--config", "smollm2_demo", "--base", base, "--data", options.output,
-            "--output_dir", "runs/mine",
+            "--output_dir", "runs/mine", *(states if options.keep_states else ()),
         )
     ]  # fmt: skip
 

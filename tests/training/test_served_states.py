@@ -170,9 +170,11 @@ def test_servers_are_asked_for_what_no_file_has(serve, tmp_path, without_layers)
     server = serve()
     documents = documents_of()
     write_states(tmp_path / "states" / "0.safetensors", tiny_base(), documents[0].tokens.tolist(), [LAST])
-    states = ServedHiddenStates(without_layers, [str(tmp_path / "states"), server.url])
+    lines: list[str] = []
+    states = ServedHiddenStates(without_layers, [str(tmp_path / "states"), server.url], say=lines.append)
     assert_those_of_the_base(stored(tmp_path / "ours", documents, states), documents)
     assert len(server.requests) == len(documents) - 1
+    assert lines == [f"hidden states: 1 documents from files, {len(documents) - 1} asked of servers"]
 
 
 def test_a_server_that_dies_is_given_up_and_the_others_go_on(serve, tmp_path, without_layers):

@@ -94,6 +94,8 @@ class ServedHiddenStates:
             self._pool = EndpointPool(servers, CONCURRENCY, self._ask, say)
         self._files: _FilesOfDocuments | None = None
         self._used: list[Path] = []  # files of the shard that is being stored
+        self._num_from_files = 0
+        self._num_asked = 0
         self._num_judged = 0
 
     def of_documents(
@@ -107,7 +109,7 @@ class ServedHiddenStates:
             ConnectionError, PermissionError: no server answers any more.
             TimeoutError: no new file came.
         """
-        self.finish()
+        self._delete_stored()
         order = self._order(layers)
         if self._files is None or self._files.documents is not documents:
             self._files = _FilesOfDocuments(self._directories, documents)
@@ -122,15 +124,25 @@ class ServedHiddenStates:
             states = self._read(path, documents, index, order)
             self._judge(states, documents, index, path)
             yield index, self._padded(documents, index, states)
+            self._num_from_files += 1
             self._files.num_left[path] -= 1
             self._used.append(path)
             left.remove(index)
         for index, states in self._answers(left, documents, order):
+            self._num_asked += 1
             yield index, self._padded(documents, index, states)
 
     def finish(self) -> None:
-        """Delete the files whose states are stored, where told, and nobody else reads; no process waits for
-        another."""
+        """Say whose states were stored; no process waits for another."""
+        self._delete_stored()
+        deleted = " (deleted)" if self._deletes_read else ""
+        self._say(
+            f"hidden states: {self._num_from_files} documents from files{deleted}, "
+            f"{self._num_asked} asked of servers"
+        )
+
+    def _delete_stored(self) -> None:
+        """Delete the files whose states are stored, where told, and which no other document needs."""
         for path in self._used if self._deletes_read else ():
             if self._files is not None and not self._files.num_left[path]:
                 _delete(path)
@@ -176,7 +188,11 @@ class ServedHiddenStates:
                     "that no file has"
                 )
             elif not was_told:
-                self._say(f"waiting for the states of {len(waiting)} documents")
+                self._say(
+                    f"no file has the states of {len(waiting)} documents; waiting {self._seconds / 60:g} "
+                    "minutes for the next file (timeout_minutes). An address of a server in states_from has "
+                    "those computed that no file has"
+                )
                 was_told = True
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
@@ -430,8 +446,8 @@ def _read_file(path: Path, tokens: np.ndarray, size: int, order: Sequence[int]) 
     if states.shape != (length, num_layers, size):
         raise ValueError(
             f"hidden_states in {path} must be ({length}, {num_layers}, {size}), tokens by layers by the "
-            f"base's hidden size, got {tuple(states.shape)}; states_layers names the layers of the files, "
-            "and the engine must serve this base"
+            f"base's hidden size, got {tuple(states.shape)}; fused_layers says which layers the run reads "
+            "below the last, states_layers those of the files, and the engine must serve this base"
         )
     if not np.array_equal(tensors["token_ids"][: len(tokens)].numpy(), tokens):
         raise ValueError(f"{path} has the states of other tokens than those that were sent to be read")
