@@ -79,6 +79,13 @@ def save_tiny_base(directory: Path) -> Path:
     return directory
 
 
+def save_base_and_rows(directory: Path) -> Path:
+    """``directory`` with the base and rows.jsonl, forty conversations."""
+    save_tiny_base(directory / "base")
+    write_rows(directory / "rows.jsonl", counting_rows(40))
+    return directory
+
+
 def write_run(directory: Path, **options: Any) -> Path:
     """``directory`` with a base, data, and a run.yaml that names both and says ``options``."""
     save_tiny_base(directory / "base")

@@ -17,7 +17,6 @@ from transformers.cache_utils import DynamicCache
 
 from medusa.assets import shipped_heads
 from medusa.base.architecture_check import check_decodable, is_tested
-from medusa.base.causal_lm import CausalLM
 from medusa.base.gguf_file import GGUFFile, is_gguf, type_name
 from medusa.base.known_models import learned_for, shipped_for
 from medusa.base.loading import (
@@ -38,7 +37,7 @@ from medusa.cli.options import answer_command, command
 from medusa.console import counted, megabytes, output_console
 from medusa.decoding.prefix_store import prefix_home, stored_bytes
 from medusa.heads.checkpoint import PROVENANCE_FILE, HeadsCheckpoint, check_heads_fit, kind_of, load_heads
-from medusa.heads.fingerprint import Kinship
+from medusa.heads.fingerprint import kinship_of
 from medusa.heads.mtp import num_mtp_layers
 
 LONGEST_CELL = 600
@@ -219,11 +218,11 @@ def describe_heads(checkpoint: HeadsCheckpoint) -> dict[str, Any]:
 def describe_fit(checkpoint: HeadsCheckpoint, name: str) -> dict[str, str]:
     """How well heads fit the base called ``name``, in a sentence, and what is known of their worth."""
     base = without_layers(name)
-    described = {"fit": f"{name} is {_kinship(checkpoint, base).described}"}
     try:
         check_heads_fit(checkpoint.heads, base)
     except ValueError as error:
         return {"fit": f"none: {error}"}
+    described = {"fit": f"{name} is {kinship_of(checkpoint.fingerprint, base).described}"}
     measured = checkpoint.provenance.get("metrics", {}).get("held_out/tokens_per_step")
     if measured is not None:
         described["worth"] = (
@@ -231,11 +230,6 @@ def describe_fit(checkpoint: HeadsCheckpoint, name: str) -> dict[str, str]:
             f"trained on; `medusa benchmark` measures it here"
         )
     return described
-
-
-def _kinship(checkpoint: HeadsCheckpoint, base: CausalLM) -> Kinship:
-    fingerprint = checkpoint.fingerprint
-    return Kinship("unknown") if fingerprint is None else fingerprint.kinship(base)
 
 
 def _in_words(name: str, value: Any) -> str:

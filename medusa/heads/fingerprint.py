@@ -163,9 +163,14 @@ def relative_distance(theirs: Tensor, ours: Tensor) -> float:
     return float((theirs.float() - ours.float()).norm() / ours.float().norm().clamp(min=1e-12))
 
 
+def kinship_of(fingerprint: BaseFingerprint | None, base: CausalLM) -> Kinship:
+    """How ``base`` is related to the base of heads with this fingerprint; None was not recorded."""
+    return Kinship("unknown") if fingerprint is None else fingerprint.kinship(base)
+
+
 def warn_of_another_base(fingerprint: BaseFingerprint | None, base: CausalLM, trained_on: str) -> None:
     """Warn when heads were trained on another model than ``base``; not where no fingerprint was recorded."""
-    kinship = Kinship("unknown") if fingerprint is None else fingerprint.kinship(base)
+    kinship = kinship_of(fingerprint, base)
     if kinship.difference is None:
         return
     name = repr(base.name_or_path)

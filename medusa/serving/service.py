@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -598,12 +599,8 @@ class Service(TokenizedModel):
     def submit(self, answers: Sequence[Answer]) -> None:
         """Have ``answers`` decoded."""
         self._check_open()
-        try:
+        with _refusals():
             self.worker.submit(answers)
-        except QueueFull as error:
-            raise overloaded() from error
-        except WorkerEnded as error:
-            raise RequestError("the server cannot answer any more", 503, code="not_ready") from error
 
     def _check_open(self) -> None:
         if self.is_draining:
@@ -719,12 +716,8 @@ class Service(TokenizedModel):
         self._check_open()
         begin = partial(self.model.pooled_states, pooling=self.pooling)
         task = EmbeddingTask(texts, begin, time.monotonic() + self.options.timeout)
-        try:
+        with _refusals():
             self.worker.embed(task)
-        except QueueFull as error:
-            raise overloaded() from error
-        except WorkerEnded as error:
-            raise RequestError("the server cannot answer any more", 503, code="not_ready") from error
         self.metrics.embedded(sum(map(len, texts)))
         return task.vectors
 
@@ -766,6 +759,17 @@ class Service(TokenizedModel):
             learning.close()
             learning.is_busy = lambda: False  # what is held by it would stay as long as the model
             learning.on_new_heads = lambda directory: None
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Tells clients why the decode thread takes no work."""
+    try:
+        yield
+    except QueueFull as error:
+        raise overloaded() from error
+    except WorkerEnded as error:
+        raise RequestError("the server cannot answer any more", 503, code="not_ready") from error
 
 
 def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

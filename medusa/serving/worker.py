@@ -12,7 +12,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from medusa.acceptance.grammar import GrammarFailed
@@ -155,15 +156,10 @@ class Worker:
             QueueFull: there is no room in the queue.
             WorkerEnded: the thread has ended.
         """
-        with self._changed:
-            if not self.is_alive:
-                raise WorkerEnded("the decoding thread has ended")
+        with self._taking():
             for is_plain in self.batches:
                 self.check_room(is_plain, sum(answer.is_plain is is_plain for answer in answers))
             self._added.extend(answers)
-            self._changed.notify()
-        if self.learning is not None:
-            self.learning.pause()
 
     def embed(self, task: EmbeddingTask) -> None:
         """Have ``task`` computed between the steps of answers.
@@ -172,10 +168,16 @@ class Worker:
             QueueFull: there is no room in the queue.
             WorkerEnded: the thread has ended.
         """
+        with self._taking():
+            self.embeddings.add(task)
+
+    @contextmanager
+    def _taking(self) -> Iterator[None]:
+        """Within this context work is added for the thread, which then sees it; learning stands still."""
         with self._changed:
             if not self.is_alive:
                 raise WorkerEnded("the decoding thread has ended")
-            self.embeddings.add(task)
+            yield
             self._changed.notify()
         if self.learning is not None:
             self.learning.pause()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_training import configuration_of, counting_rows, save_tiny_base, tiny_base, write_rows
+from tiny_training import configuration_of, save_base_and_rows, tiny_base, write_rows
 
 from medusa import load_heads
 from medusa.files import locked
@@ -30,10 +30,7 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("place")
-    save_tiny_base(directory / "base")
-    write_rows(directory / "rows.jsonl", counting_rows(40))
-    return directory
+    return save_base_and_rows(tmp_path_factory.mktemp("place"))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from fake_vllm import FakeVllm, write_states
 from refusals import assert_refused
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from tiny_training import configuration_of, counting_rows, save_tiny_base, tiny_base, write_rows
+from tiny_training import configuration_of, save_base_and_rows, tiny_base
 
 from medusa.base.loading import load_base
 from medusa.console import ProgressReporter
@@ -37,10 +37,7 @@ LAYERS = [(), (1,)]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("place")
-    save_tiny_base(directory / "base")
-    write_rows(directory / "rows.jsonl", counting_rows(40))
-    return directory
+    return save_base_and_rows(tmp_path_factory.mktemp("place"))
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ class ServedHiddenStates:
     def _size(self) -> int:
         return hidden_size(self.base)
 
-    def _order(self, layers: tuple[int, ...]) -> list[int]:
+    def _order(self, layers: tuple[int, ...]) -> _Layers:
         """Where the engine's states have the last layer's and those of ``layers``."""
         last = self.base.config.get_text_config(decoder=True).num_hidden_layers
         in_files = sorted({*layers, last}) if self._engine_layers is None else list(self._engine_layers)
@@ -162,7 +162,7 @@ class ServedHiddenStates:
                 f"states_layers must hold {sorted({last, *layers})}, the layers that this run reads, got "
                 f"{in_files}; serve vLLM with them as eagle_aux_hidden_state_layer_ids"
             )
-        return [in_files.index(layer) for layer in (last, *layers)] + [len(in_files)]
+        return _Layers([in_files.index(layer) for layer in (last, *layers)], len(in_files))
 
     def _present(self, wanted: Sequence[int]) -> Iterator[int]:
         """Those of the ``wanted`` documents that files have; all, as they come, where there is no server."""
@@ -197,7 +197,7 @@ class ServedHiddenStates:
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def _answers(
-        self, wanted: Sequence[int], documents: Documents, order: Sequence[int]
+        self, wanted: Sequence[int], documents: Documents, order: _Layers
     ) -> Iterator[tuple[int, Tensor]]:
         """The states of the ``wanted`` documents from the servers, by their indices."""
         if self._pool is None or not wanted:
@@ -269,7 +269,7 @@ class ServedHiddenStates:
         last = states[:, : self._size].to(place_of(head), self.base.dtype)
         return logits_of_states(self.base, last).float().log_softmax(-1)
 
-    def _read(self, path: Path, documents: Documents, index: int, order: Sequence[int]) -> Tensor:
+    def _read(self, path: Path, documents: Documents, index: int, order: _Layers) -> Tensor:
         tokens = documents[index].tokens[: prompt_length(documents, index)]
         return self._normed(_read_file(path, tokens, self._size, order))
 
@@ -293,14 +293,22 @@ def prompt_length(documents: Documents, index: int) -> int:
     return int(labels[-1]) if len(labels) else 0
 
 
+class _Layers(NamedTuple):
+    """The layers in the files of an engine."""
+
+    places: Sequence[int]
+    """Where the last one is, and then those of the run, in its order."""
+    num_layers: int
+    """How many there are in all."""
+
+
 class _Question(NamedTuple):
     """A document that a server is asked for."""
 
     document: int
     """Its index."""
     tokens: np.ndarray  # (n,) int32
-    order: Sequence[int]
-    """See :func:`_read_file`."""
+    order: _Layers
 
 
 class _Answer(NamedTuple):
@@ -431,23 +439,22 @@ def _digests(tokens: np.ndarray) -> Iterator[bytes]:
         yield content.digest()
 
 
-def _read_file(path: Path, tokens: np.ndarray, size: int, order: Sequence[int]) -> Tensor:
+def _read_file(path: Path, tokens: np.ndarray, size: int, order: _Layers) -> Tensor:
     """States (n, 1 + L, D) of ``tokens`` (n,), with which the file's begin, waiting for what is still being
-    written. ``order`` says where the file has the layers, and how many there are in all.
+    written.
 
     Raises:
         ValueError: the file has other tokens, or states of other layers or sizes.
         ConnectionError: it does not come.
     """
     tensors = _tensors(path)
-    *places, num_layers = order
     length = len(tensors.get("token_ids", ()))
     states = tensors.get("hidden_states", torch.empty(0))
-    if states.shape != (length, num_layers, size):
+    if states.shape != (length, order.num_layers, size):
         raise ValueError(
-            f"hidden_states in {path} must be ({length}, {num_layers}, {size}), tokens by layers by the "
-            f"base's hidden size, got {tuple(states.shape)}; fused_layers says which layers the run reads "
-            "below the last, states_layers those of the files, and the engine must serve this base"
+            f"hidden_states in {path} must be ({length}, {order.num_layers}, {size}), tokens by layers by "
+            f"the base's hidden size, got {tuple(states.shape)}; fused_layers says which layers the run "
+            "reads below the last, states_layers those of the files, and the engine must serve this base"
         )
     if not np.array_equal(tensors["token_ids"][: len(tokens)].numpy(), tokens):
         raise ValueError(f"{path} has the states of other tokens than those that were sent to be read")
@@ -455,7 +462,7 @@ def _read_file(path: Path, tokens: np.ndarray, size: int, order: Sequence[int]) 
     scales = tensors.get("hidden_states_scales")  # (n, 1, 1), of speculators' states in FP8
     if scales is not None:
         states = states.float() * scales[: len(tokens)]
-    return states[:, places]
+    return states[:, order.places]
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
