@@ -151,6 +151,9 @@ class TreeCache(Cache):
         prompt."""
         self.under_way.expected = num_slots
 
+    def expect_whole_commit(self) -> None:
+        """The next pass is over a chain that each row commits whole: a state then keeps none of its nodes."""
+
     @property
     def features(self) -> Tensor | None:
         """(B, S, D): the hidden states of all committed tokens, if :meth:`keep_features` stored them."""

@@ -96,6 +96,8 @@ class Paths:
         """(R, N) long: the parent of each node; the root is its own."""
         self.is_chain = False
         """Whether the tree is known to be a chain."""
+        self.is_committed = False
+        """Whether it is known to be one that each row commits whole, so that its nodes need not be kept."""
         self.rows_at: Callable[[Tensor, Tensor, Tensor], Tensor] = rows_at
         """:func:`rows_at`, or another form of it."""
         self._topology: TreeTopology | None = None
@@ -106,10 +108,11 @@ class Paths:
         self.parents = parents
         self._inputs = inputs
 
-    def begin(self, topology: TreeTopology) -> None:
+    def begin(self, topology: TreeTopology, is_committed: bool = False) -> None:
         """Begin a pass over the nodes of ``topology``."""
         self.parents = topology.parents
         self.is_chain = topology.is_chain
+        self.is_committed = is_committed
         self._topology = topology
         self._inputs = {}
 
@@ -176,6 +179,7 @@ class RowStates:
         self._before: Tensor | None = None  # (B, ...); None before any text
         self._nodes: tuple[Tensor, ...] = ()  # (B, N, ...) each
         self._kept: Kept | None = None  # None: no node is committed
+        self._last: Tensor | None = None  # the same after the last node of a chain, where that is kept
 
     @property
     def parents(self) -> Tensor:
@@ -191,11 +195,21 @@ class RowStates:
         """Forget the nodes of a pass that is not committed."""
         if self._kept is None:
             self._nodes = ()
+        self._last = None
 
     def commit(self, kept: Kept, known: list[int]) -> None:
         """Keep nodes of the pass; ``known`` are the numbers of each row."""
-        if self._nodes:
+        is_whole = not self._nodes or all(count == self._nodes[0].shape[1] for count in known)
+        if self._has_last and is_whole:
+            self._before = self._last
+            self._nodes = ()
+        elif self._nodes:
             self._kept = kept
+        self._last = None
+
+    @property
+    def _has_last(self) -> bool:
+        return self._last is not None and self._last is not self._before
 
     def tensors(self) -> list[Tensor]:
         """All that is held."""
@@ -242,7 +256,11 @@ class RowStates:
 
     def take_results(self, tensors: Sequence[Tensor]) -> None:
         """Take over the :meth:`results` of a compiled pass."""
-        self._nodes = tuple(tensors)
+        self._keep_nodes(tuple(tensors))
+
+    def _keep_nodes(self, nodes: tuple[Tensor, ...]) -> None:
+        """Keep what the nodes of the pass do, where the commit will need it."""
+        self._nodes = () if self._paths.is_committed and self._has_last else nodes
         self._kept = None
 
     def keep_rows(self, rows: Tensor) -> None:
@@ -305,8 +323,7 @@ class ConvolutionState(RowStates):
             self._before = before.transpose(1, 2).contiguous()
         committed = self._committed(nodes, size - 1)
         self._before = committed
-        self._nodes = (nodes,)
-        self._kept = None
+        self._keep_nodes((nodes,))
         places = self._paths.inputs_of_nodes(size).to(inputs.device)  # (R, N, K)
         places = places.flatten(1).expand(inputs.shape[0], -1)
         windows = self._paths.rows_at(committed, nodes, places)
@@ -320,6 +337,14 @@ class ConvolutionState(RowStates):
         self._before = tensors[0]
         super().take_results(tensors[1:])
 
+    def _keep_nodes(self, nodes: tuple[Tensor, ...]) -> None:
+        if self._paths.is_committed:
+            assert self._before is not None
+            num_inputs = self._before.shape[1]
+            newest = nodes[0][:, max(0, nodes[0].shape[1] - num_inputs) :]
+            self._last = torch.cat([self._before[:, newest.shape[1] :], newest], dim=1)
+        super()._keep_nodes(nodes)
+
     def _committed(self, nodes: Tensor, num_inputs: int) -> Tensor:
         """The inputs before the root of the pass over ``nodes`` (B, N, C)."""
         if self._before is None:
@@ -330,13 +355,18 @@ class ConvolutionState(RowStates):
         return self._paths.rows_at(self._before, self._nodes[0], places)
 
 
+def of_heads(keys: Tensor, num_heads: int) -> Tensor:
+    """Keys (B, G, K), each for as many heads in turn, as those of heads (B, H, K)."""
+    return keys.repeat_interleave(num_heads // keys.shape[1], dim=1)
+
+
 class Updates(NamedTuple):
     """What nodes do to the matrices of their heads: S <- decay S + key written'."""
 
     decay: Tensor
     """(B, N, H) or (B, N, H, K) float32; of a selective scan a time step for each column, (B, N, H, V)."""
     key: Tensor
-    """(B, N, H, K) float32."""
+    """(B, N, G, K) float32; H / G heads in turn share one."""
     written: Tensor
     """(B, N, H, V) float32."""
     rates: Tensor | None = None
@@ -351,7 +381,8 @@ class Updates(NamedTuple):
 
     def apply(self, state: Tensor, node: int) -> Tensor:
         """The state after a node, from the one before it: (B, H, K, V) both."""
-        return state * self.factors(node) + self.key[:, node, :, :, None] * self.written[:, node, :, None]
+        key = of_heads(self.key[:, node], self.written.shape[2])
+        return state * self.factors(node) + key[..., None] * self.written[:, node, :, None]
 
     def along(self, path: Tensor) -> Updates:
         """The updates of the nodes ``path`` (B, L) long, in order."""
@@ -360,20 +391,12 @@ class Updates(NamedTuple):
 
 
 LEAST_KEPT = 8
-"""Nodes of a chain from which on the state after the last one is kept: where all are committed, the next pass
-has no updates to apply."""
+"""Nodes of a chain from which on the matrix after the last one is kept: where all are committed, the next
+pass has no updates to apply."""
 
 
 class MatrixState(RowStates):
     """The matrix of each head of a layer, (B, H, K, V) float32; of nodes their :class:`Updates`."""
-
-    def __init__(self, paths: Paths):
-        super().__init__(paths)
-        self._last: Tensor | None = None  # (B, H, K, V): after the last node of a chain, where it is kept
-
-    def begin_pass(self) -> None:
-        super().begin_pass()
-        self._last = None
 
     def before(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The state (B, H, K, V) = ``shape`` that lacks the :meth:`pending` updates, on the device of
@@ -422,17 +445,7 @@ class MatrixState(RowStates):
 
     def keep(self, nodes: Updates) -> None:
         """Keep what the nodes of the pass do. Pending updates have been applied."""
-        self._nodes = nodes[:3]
-        self._kept = None
-
-    def commit(self, kept: Kept, known: list[int]) -> None:
-        has_last = self._last is not None and self._last is not self._before
-        if has_last and self._nodes and all(count == self._nodes[0].shape[1] for count in known):
-            self._before = self._last
-            self._nodes = ()
-        else:
-            super().commit(kept, known)
-        self._last = None
+        self._keep_nodes(nodes[:3])
 
 
 class StatesOfHeads:
@@ -503,6 +516,7 @@ class RecurrentCache(TreeCache):
         super().__init__(num_rows, 0, device)
         self.config = config
         self.paths = Paths()
+        self._is_committed_next = False
         self.layers = []
         self.tree_layers = []
         self.states: list[RowStates] = []
@@ -546,9 +560,13 @@ class RecurrentCache(TreeCache):
     def bytes_per_row(self) -> int:
         return self._state_bytes // max(1, self.num_rows)
 
+    def expect_whole_commit(self) -> None:
+        self._is_committed_next = True
+
     def begin_pass(self, topology: TreeTopology) -> None:
         """Begin a pass over the nodes of ``topology``."""
-        self.paths.begin(topology)
+        self.paths.begin(topology, self._is_committed_next)
+        self._is_committed_next = False
         for state in self.states:
             state.begin_pass()
 

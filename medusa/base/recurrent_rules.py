@@ -27,7 +27,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
 from medusa.base.convolved_attention import projection_in_place
-from medusa.base.recurrent import KNOWN_LAYERS, MatrixState, Updates, states_of_scans
+from medusa.base.recurrent import KNOWN_LAYERS, MatrixState, Updates, of_heads, states_of_scans
 from medusa.base.rowwise import rowwise
 
 
@@ -83,24 +83,25 @@ def matrix_rule(
     decay. All is float32.
 
     Args:
-        query: (B, N, H, K). key: (B, N, H, K). value: (B, N, H, V).
+        query: (B, N, G, K). key: (B, N, G, K). value: (B, N, H, V); H / G heads in turn share a key.
         decay: (B, N, H), or (B, N, H, K) for KDA.
         beta: (B, N, H) for a delta rule.
         rates: (H, K, V) for a selective scan: the decay of an entry is e^(rate step), and ``decay`` are the
             time steps (B, N, H, V).
     """
-    B, _, H, K = key.shape
-    committed = state.committed(value, (B, H, K, value.shape[3]), rates)
+    B, _, H, V = value.shape
+    committed = state.committed(value, (B, H, key.shape[3], V), rates)
     outputs = torch.empty_like(value)
     written = value if beta is None else torch.empty_like(value)
     updates = Updates(decay, key, written, rates)
 
     def step(before: Tensor, node: int) -> Tensor:
         if beta is not None:
-            seen = (before * updates.factors(node) * key[:, node, :, :, None]).sum(dim=-2)
+            key_of_node = of_heads(key[:, node], H)
+            seen = (before * updates.factors(node) * key_of_node[..., None]).sum(dim=-2)
             written[:, node] = (value[:, node] - seen) * beta[:, node, :, None]
         after = updates.apply(before, node)
-        outputs[:, node] = (after * query[:, node, :, :, None]).sum(dim=-2)
+        outputs[:, node] = (after * of_heads(query[:, node], H)[..., None]).sum(dim=-2)
         return after
 
     last = run_nodes(committed, state, step)
@@ -146,9 +147,6 @@ def _delta(
     if use_qk_l2norm_in_kernel:
         query, key = (_normed(x, is_reciprocal=g.dim() == 3) for x in (query, key))
     query = query * query.shape[-1] ** -0.5
-    repeats = value.shape[2] // key.shape[2]
-    if repeats > 1:
-        query, key = (x.repeat_interleave(repeats, dim=2) for x in (query, key))
     outputs = rule(initial_state, query, key, value, g.exp(), beta)
     return outputs.to(dtype), outputs[:0]
 
@@ -172,10 +170,7 @@ def _scan(
         dt = dt + dt_bias.to(dt.dtype)
     if dt_softplus:
         dt = nn.functional.softplus(dt)
-    repeats = hidden_states.shape[2] // B.shape[2]
     x, dt, B, C = _floats(hidden_states, dt, B, C)
-    if repeats > 1:
-        B, C = (each.repeat_interleave(repeats, dim=2) for each in (B, C))
     outputs = rule(initial_states, C, B, x * dt[..., None], (dt * A.float()).exp())
     if D is not None:
         outputs = outputs + x * D.float()[:, None]

@@ -39,12 +39,13 @@ from medusa.base.causal_lm import (
     vocab_size,
 )
 from medusa.console import log_console
+from medusa.engine.file_weights import give_back_freed_memory
 from medusa.engine.fused_layers import FusedLayers
 from medusa.engine.kernels import PackedMatmul
 from medusa.engine.libraries import NO_COMPILER, LibraryError, digest_of, found_compiler, kept_library
 from medusa.engine.packed_experts import PackedExperts
 from medusa.engine.pass_parts import CachePart, LayerGroup, parts_of, tensors_in
-from medusa.engine.programs import Program
+from medusa.engine.programs import Part, Program
 from medusa.engine.views import JoinedLinear
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
@@ -107,7 +108,7 @@ class CompiledPass:
                 soft_wrap=True,
             )
         else:
-            self._groups = [(Program(group.part.module, group.part), group) for group in parts.groups]
+            self._groups = [(Program(part.module, part), group) for part, group in parts.groups]
         self._window_sizes = parts.window_sizes
         if new and not self.is_fused:
             try:
@@ -117,6 +118,8 @@ class CompiledPass:
                     part.path.unlink()
                 refusal.write_text(str(error))  # not to be compiled again at each start
                 raise
+        del parts
+        give_back_freed_memory()  # of the passes that told the parts
 
     def verify(
         self,
@@ -209,7 +212,7 @@ def _all_nodes(num_rows: int, num_nodes: int) -> Tensor:
     return torch.arange(num_nodes).repeat(num_rows, 1)
 
 
-def _fused(groups: Sequence[LayerGroup]) -> list[tuple[Any, LayerGroup]]:
+def _fused(groups: Sequence[tuple[Part, LayerGroup]]) -> list[tuple[Any, LayerGroup]]:
     """The groups without a compiler; the first of each class of layers is tried.
 
     Raises:
@@ -217,10 +220,10 @@ def _fused(groups: Sequence[LayerGroup]) -> list[tuple[Any, LayerGroup]]:
     """
     tried: set[type] = set()
     fused = []
-    for group in groups:
+    for part, group in groups:
         classes = group.classes
         try:
-            fused.append((FusedLayers(group.part, is_tried=classes <= tried), group))
+            fused.append((FusedLayers(part, is_tried=classes <= tried), group))
         except ValueError as error:
             raise LibraryError(
                 f"{NO_COMPILER}; without one, layers run as operators of ours, and these {error}"

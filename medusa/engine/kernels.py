@@ -387,7 +387,7 @@ class _ProductWithGradient(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, product: PackedMatmul) -> Tensor:
         ctx.product = product
         with torch.no_grad():
-            return product(x.detach())
+            return product.forward(x.detach())  # hooks have run
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

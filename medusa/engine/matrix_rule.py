@@ -20,9 +20,9 @@ def matrix_rule(
     rates: Tensor | None = None,
 ) -> Tensor:
     """:func:`medusa.base.recurrent_rules.matrix_rule`, in one operator."""
-    B, _, H, K = key.shape
+    B, _, H, V = value.shape
     key, value, decay = (each.contiguous() for each in (key, value, decay))  # which are kept
-    before = state.before(value, (B, H, K, value.shape[3]))
+    before = state.before(value, (B, H, key.shape[3], V))
     updates, kept = state.pending() or (None, None)
     outputs, written = torch.ops.medusa.matrix_rule(
         before,

@@ -75,7 +75,6 @@ class CachePart:
 class LayerGroup:
     """Layers that follow each other, and one program computes."""
 
-    part: Part
     layers: slice
     takes: list[int]
     """Its inputs, by their place among the tensors of a pass; the first is the hidden state."""
@@ -90,7 +89,7 @@ class PassParts:
     """The parts of a pass of a view."""
 
     before: Part
-    groups: list[LayerGroup]
+    groups: list[tuple[Part, LayerGroup]]
     after: Part
     window_sizes: list[int]
     """Inputs that a node reads of convolutions, each number once."""
@@ -101,7 +100,7 @@ class PassParts:
     def compiled(self) -> dict[Path, Part]:
         """One for each library."""
         ends = [] if self.ends_are_code else [self.before, self.after]
-        parts = [*ends, *(group.part for group in self.groups)]
+        parts = [*ends, *(part for part, _ in self.groups)]
         return {part.path: part for part in parts}
 
 
@@ -154,7 +153,7 @@ def _groups(
     takes: list[list[int]],
     trials: list[_Trial],
     common: tuple[Any, ...],
-) -> list[LayerGroup]:
+) -> list[tuple[Part, LayerGroup]]:
     """All layers in groups of one size, the largest up to :data:`MOST_TOGETHER` that divides their number."""
     size = max(size for size in range(1, MOST_TOGETHER + 1) if len(calls) % size == 0)
     groups = []
@@ -170,7 +169,7 @@ def _groups(
         ]
         part = Part(name, module, inputs, (common, module.settings))
         classes = {type(call.layer) for call in calls[layers]}
-        groups.append(LayerGroup(part, layers, module.places, parts, classes))
+        groups.append((part, LayerGroup(layers, module.places, parts, classes)))
     return groups
 
 
@@ -258,7 +257,11 @@ def _trial_tensors(part: Any, num_rows: int, num_nodes: int) -> list[Tensor]:
         return [*part.program_inputs()]
     state = type(part)(Paths())
     state.fill(part.sizes, torch.empty(num_rows, 0), num_nodes + OLD_NODES, num_nodes + OLD_LENGTH)
-    return [tensor.clone() for tensor in state.program_inputs()]  # of which one may be another
+    # tensors of their own, though one may be another; numbers, that are of no interest, take no memory so
+    return [
+        torch.empty_like(each) if each.is_floating_point() else each.clone()
+        for each in state.program_inputs()
+    ]
 
 
 def _follow_each_other(calls: list[LayerCall]) -> bool:

@@ -41,7 +41,7 @@ from medusa.engine.packed_experts import RouterWeight
 from medusa.engine.views import JoinedLinear
 from medusa.files import check_trusted
 
-VERSION = 11
+VERSION = 12
 """Version of the compiled code: raise it with every change of a program's computation."""
 
 

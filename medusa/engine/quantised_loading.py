@@ -268,7 +268,9 @@ def _held_file(source: BaseSource, file: GGUFFile, engine: Engine) -> CausalLM:
     quantised = [*held.quantised.values(), *held.tied]
     rows = None if any(module is head for module, _ in quantised) else embedding_rows(head)
     _hold_tensors(file, base, quantised, held.experts, head, engine != "packed", release)
-    return packed_rest(base, False, rows, release)
+    base = packed_rest(base, False, rows, release)
+    give_back_freed_memory()  # of parts that were joined
+    return base
 
 
 def load_held_mtp_layers(path: Path, head: MtpHead) -> None:
@@ -304,7 +306,7 @@ def _hold_tensors(
     release: Callable[[Tensor], Tensor],
 ) -> None:
     """Have modules of ``model`` hold their parts, and ``experts`` theirs, as ``file`` has them."""
-    by_module = {id(module): partial(_joined_rows, parts) for module, parts in quantised}
+    by_module = {id(module): partial(_joined_rows, parts, release) for module, parts in quantised}
     of_experts = {name: [partial(file_rows, file, part) for part in parts] for name, parts in experts.items()}
     hold_experts(model, of_experts, in_whole_numbers, release)
     for parent in list(model.modules()):
@@ -406,10 +408,16 @@ def _file_modules(
     return modules
 
 
-def _joined_rows(parts: Sequence[QuantisedRows]) -> QuantisedRows:
-    """The parts of a matrix as one, in their order, which is that of all rows."""
+def _joined_rows(parts: Sequence[QuantisedRows], release: Callable[[Tensor], Tensor]) -> QuantisedRows:
+    """The parts of a matrix as one, in their order, which is that of all rows; parts that were copied are
+    released."""
     first, *others = parts
-    return replace(first, rows=torch.cat([part.rows for part in parts])) if others else first
+    if not others:
+        return first
+    joined = replace(first, rows=torch.cat([part.rows for part in parts]))
+    for part in parts:
+        release(part.rows)
+    return joined
 
 
 def _file_floats(file: GGUFFile, base: CausalLM, weights: Mapping[str, NamedWeight]) -> dict[str, Tensor]:

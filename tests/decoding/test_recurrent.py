@@ -28,8 +28,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 from medusa import CandidateTree, MedusaModel
 from medusa.acceptance.rules import RULES
 from medusa.base import recurrent_rules
-from medusa.base.causal_lm import cache_bytes, new_cache, prefill, verify, with_rules
-from medusa.base.recurrent import MatrixState, Paths
+from medusa.base.causal_lm import cache_bytes, decoder_layers, new_cache, prefill, verify, with_rules
+from medusa.base.recurrent import Kept, MatrixState, Paths
 from medusa.base.recurrent_rules import has_rules
 from medusa.decoding.batch import BatchLimits, Row
 from medusa.drafters.draft_model import DraftModelDrafter
@@ -423,6 +423,66 @@ def test_the_rules_are_those_of_their_papers(rule, sizes):
                 factor = 1 if correction is None else correction[0, n, head]
                 S = S + torch.outer(k[0, n, head], factor * (v[0, n, head] - seen))
                 torch.testing.assert_close(actual[0, n, head], S.T @ q[0, n, head])
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "rule", [recurrent_rules.matrix_rule, matrix_rule.matrix_rule], ids=["torch", "kernel"]
+)
+def test_heads_in_turn_share_a_key(rule):
+    """The bits are those of a key for each head, in a tree and behind its committed nodes."""
+    lanes()  # loads the kernels
+    generator = torch.Generator().manual_seed(0)
+    H, G, K, V = 6, 2, 20, 33
+    answers = []
+    for repeats in (1, H // G):
+        generator.manual_seed(1)
+        paths = Paths()
+        state = MatrixState(paths)
+        outputs = []
+        for topology in (BUSHY.topology(torch.device("cpu")), TreeTopology.chain(9, "cpu")):
+            N = topology.num_nodes
+            paths.begin(topology)
+            state.begin_pass()
+            q, k, v, decay, beta = (
+                torch.rand(1, N, *shape, generator=generator) / 4
+                for shape in ((G, K), (G, K), (H, V), (H,), (H,))
+            )
+            q, k = (each.repeat_interleave(repeats, dim=2) for each in (q, k))
+            outputs.append(rule(state, q, k, v, decay, beta))
+            state.commit(Kept(torch.tensor([PATHS[0]]), torch.tensor([3])), [3])
+        answers.append(torch.cat(outputs, dim=1))
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("engine", ["eager", "packed"])
+@pytest.mark.parametrize("model_type", SOME)
+def test_a_prompt_leaves_states_and_no_nodes(model_type, engine):
+    """Also while it is read: those of a chunk may take more memory than all states. A chunk that fails is as
+    if it had not been."""
+    base = apply_engine(stateful_model(model_type), engine)
+    text = random_prompts(1, 64)
+    cache = new_cache(base, 1)
+    prefill(base, text, torch.tensor([64]), cache, chunk=32)
+    broken = new_cache(base, 1)
+    prefill(base, text[:, :32], torch.tensor([32]), broken, chunk=32)
+    num_bytes = broken.bytes_per_row
+
+    def fail(*args):
+        assert broken.bytes_per_row <= 2 * num_bytes, "states before the chunk, and after it"
+        raise InterruptedError
+
+    hook = decoder_layers(base)[-1].register_forward_pre_hook(fail)
+    with pytest.raises(InterruptedError):
+        prefill(base, text, torch.tensor([64]), broken, chunk=32)
+    hook.remove()
+    prefill(base, text, torch.tensor([64]), broken, chunk=32)
+    after = random_prompts(1, 1, 7)
+    chain = TreeTopology.chain(1, text.device)
+    for expected, actual in zip(
+        verify(base, after, chain, cache), verify(base, after, chain, broken), strict=True
+    ):
+        assert torch.equal(expected, actual)
 
 
 def state_of(num_nodes: int) -> MatrixState:

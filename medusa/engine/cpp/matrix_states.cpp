@@ -40,7 +40,7 @@ void store_slice(float* to, const Slice& slice, int64_t width) {
   if (width < COLUMNS) std::memcpy(to, padded, width * sizeof(float));
 }
 
-// What nodes did, or do: K numbers of `key` and V of `written` for each head of each node.
+// What nodes did, or do: V numbers of `written` for each head of each node, and K of `key` for each group of heads.
 struct Tokens {
   const float *decay, *key, *written;
   int64_t count;   // of a row
@@ -48,7 +48,7 @@ struct Tokens {
 };
 
 struct Rule {
-  int64_t H, K, V;
+  int64_t H, G, K, V;
   Tokens pending, nodes;
   const float *query, *beta, *rates;  // rates: of the entries of a head
   const int64_t *path, *num_pending;  // path: the pending nodes of each row, `path_length` places for them
@@ -57,11 +57,14 @@ struct Rule {
   int64_t parent_rows;
   float *state, *last, *outputs, *written;
 
+  // The key of a head of a node, by its number among those of all nodes.
+  int64_t key_of(int64_t token) const { return token / H * G + token % H / (H / G); }
+
   // S <- decay S + key written', for the K rows of a slice.
   void apply(float* S, const Tokens& tokens, int64_t token, const Slice& written, int64_t column,
              int64_t width) const {
     if (rates) return apply_by_entry(S, tokens, token, written, column, width);
-    const float *key = tokens.key + token * K, *decay = tokens.decay + token * tokens.decays;
+    const float *key = tokens.key + key_of(token) * K, *decay = tokens.decay + token * tokens.decays;
     for (int64_t k = 0; k < K; k++) {
       Vec factor = splat(decay[tokens.decays > 1 ? k : 0]), weight = splat(key[k]);
       float* row = S + k * COLUMNS;
@@ -72,7 +75,7 @@ struct Rule {
 
   void apply_by_entry(float* S, const Tokens& tokens, int64_t token, const Slice& written, int64_t column,
                       int64_t width) const {
-    const float *key = tokens.key + token * K, *of_head = rates + token % H * K * V + column;
+    const float *key = tokens.key + key_of(token) * K, *of_head = rates + token % H * K * V + column;
     Slice step = slice_of(tokens.decay + token * V + column, width);
     for (int64_t k = 0; k < K; k++) {
       Vec weight = splat(key[k]);
@@ -104,7 +107,7 @@ struct Rule {
 
   // What a delta rule writes: beta (value - (decay S)' key).
   Slice correction(const float* S, int64_t token, const Slice& value, float* decayed_key) const {
-    const float *key = nodes.key + token * K, *decay = nodes.decay + token * nodes.decays;
+    const float *key = nodes.key + key_of(token) * K, *decay = nodes.decay + token * nodes.decays;
     for (int64_t k = 0; k < K; k++) decayed_key[k] = key[k] * decay[nodes.decays > 1 ? k : 0];
     Slice seen = read(S, decayed_key);
     for (int i = 0; i < VECTORS; i++) seen.of[i] = (value.of[i] - seen.of[i]) * beta[token];
@@ -144,7 +147,7 @@ struct Rule {
         store_slice(written + token * V + column, value, width);
       }
       apply(S, nodes, token, value, column, width);
-      store_slice(outputs + token * V + column, read(S, query + token * K), width);
+      store_slice(outputs + token * V + column, read(S, query + key_of(token) * K), width);
     }
     if (last) copy_out(last + (row * H + head) * K * V + column, states, width);
   }
@@ -171,8 +174,8 @@ bool are_parents_of_chains(const Tensor& parents) {
 }  // namespace
 
 // state: (B, H, K, V) float32. First the committed nodes of the last pass change it: decay (B, P, H) or (B, P, H, K),
-// key (B, P, H, K) and written (B, P, H, V) of all, of which each row has `num_kept` (B,), `path` (B, L). Then the
-// nodes of a tree, `parents` (1 or B, N), read query (B, N, H, K) from copies of it. The state after a chain is
+// key (B, P, G, K) and written (B, P, H, V) of all, of which each row has `num_kept` (B,), `path` (B, L). Then the
+// nodes of a tree, `parents` (1 or B, N), read query (B, N, G, K) from copies of it. The state after a chain is
 // written to `last`, unless that is `state` itself. Returns outputs (B, N, H, V), and what a delta rule with `beta`
 // (B, N, H) has written. Of a selective scan `rates` (H, K, V) are at most 0, and decays are time steps (B, N, H, V).
 std::tuple<Tensor, Tensor> matrix_rule(Tensor state, Tensor last, std::optional<Tensor> old_decay,
@@ -182,23 +185,25 @@ std::tuple<Tensor, Tensor> matrix_rule(Tensor state, Tensor last, std::optional<
                                        const Tensor& parents, std::optional<Tensor> rates) {
   STD_TORCH_CHECK(state.dim() == 4 && value.dim() == 4, "state must be (B, H, K, V), value (B, N, H, V)");
   int64_t B = state.size(0), H = state.size(1), K = state.size(2), V = state.size(3), N = value.size(1);
+  int64_t G = key.dim() == 4 ? key.size(2) : 0;  // H / G heads in turn share a key
   query = as_contiguous(query), key = as_contiguous(key), value = as_contiguous(value);
   decay = as_contiguous(decay);
   if (beta) beta = as_contiguous(*beta);
   auto FLOAT = ScalarType::Float;
   STD_TORCH_CHECK(has_shape(state, FLOAT, {B, H, K, V}) && has_shape(last, FLOAT, {B, H, K, V}),
                   "state and last must be contiguous float32, of one shape");
-  bool fits = has_shape(query, FLOAT, {B, N, H, K}) && has_shape(key, FLOAT, {B, N, H, K}) &&
+  bool fits = G && H % G == 0 && has_shape(query, FLOAT, {B, N, G, K}) && has_shape(key, FLOAT, {B, N, G, K}) &&
               has_shape(value, FLOAT, {B, N, H, V}) && are_decays(decay, B, N, H, K, V, !!rates) &&
               has_shape_if_given(beta, FLOAT, {B, N, H}) && has_shape_if_given(rates, FLOAT, {H, K, V}) &&
               !(beta && rates);
-  STD_TORCH_CHECK(fits, "query and key must be (B, N, H, K), value (B, N, H, V), decay (B, N, H) or (B, N, H, K) "
-                        "and beta (B, N, H), all float32; with rates (H, K, V) decay is (B, N, H, V), without beta");
+  STD_TORCH_CHECK(fits, "query and key must be (B, N, G, K) where G divides H, value (B, N, H, V), decay (B, N, H) or "
+                        "(B, N, H, K) and beta (B, N, H), all float32; with rates (H, K, V) decay is (B, N, H, V), "
+                        "without beta");
   int64_t P = old_key ? old_key->size(1) : 0, L = path ? path->size(1) : 0;
   if (P) {
     old_decay = as_contiguous(*old_decay), old_key = as_contiguous(*old_key);
     old_written = as_contiguous(*old_written), path = as_contiguous(*path);
-    bool old_fits = are_decays(*old_decay, B, P, H, K, V, !!rates) && has_shape(*old_key, FLOAT, {B, P, H, K}) &&
+    bool old_fits = are_decays(*old_decay, B, P, H, K, V, !!rates) && has_shape(*old_key, FLOAT, {B, P, G, K}) &&
                     has_shape(*old_written, FLOAT, {B, P, H, V}) && are_indices(*path, {B, L}, 0, P) &&
                     are_indices(*num_kept, {B}, 0, L + 1);
     STD_TORCH_CHECK(old_fits, "the last pass must have the shapes of this one, and its path must name its nodes");
@@ -213,7 +218,7 @@ std::tuple<Tensor, Tensor> matrix_rule(Tensor state, Tensor last, std::optional<
   STD_TORCH_CHECK(is_chain || !keeps_last, "only a chain has a last node");
   Tensor outputs = new_tensor({B, N, H, V}, FLOAT);
   Tensor written = new_tensor({beta ? B : 0, N, H, V}, FLOAT);
-  Rule rule = {H, K, V,
+  Rule rule = {H, G, K, V,
                {numbers<float>(old_decay), numbers<float>(old_key), numbers<float>(old_written), P,
                 P && old_decay->dim() == 4 ? K : 1},
                {numbers<float>(decay), numbers<float>(key), numbers<float>(value), N, decay.dim() == 4 ? K : 1},
