@@ -151,9 +151,6 @@ class TreeCache(Cache):
         prompt."""
         self.under_way.expected = num_slots
 
-    def expect_whole_commit(self) -> None:
-        """The next pass is over a chain that each row commits whole: a state then keeps none of its nodes."""
-
     @property
     def features(self) -> Tensor | None:
         """(B, S, D): the hidden states of all committed tokens, if :meth:`keep_features` stored them."""
@@ -255,8 +252,18 @@ class TreeCache(Cache):
         known = self.known_lengths + other.known_lengths
         self._set_lengths(torch.cat([self.lengths, other.lengths]), known)
 
-    def copy_of_row(self, row: int, length: int) -> TreeCache:
-        """A new cache of one row, with the first ``length`` committed tokens of ``row``."""
+    keeps_states = False
+    """Whether layers keep states, which belong to one length of a text."""
+    is_prompt_next = False
+    """Whether each row commits the next pass, over a chain, whole: a state then keeps none of its nodes."""
+
+    def states_of_row(self, row: int) -> TreeCache:
+        """A new cache of one row, with the states of ``row`` and no keys and values."""
+        raise NotImplementedError("layers keep no state")
+
+    def copy_of_row(self, row: int, length: int, states: TreeCache | None = None) -> TreeCache:
+        """A new cache of one row, with the first ``length`` committed tokens of ``row``. ``states`` are those
+        after them (:meth:`states_of_row`), where the row's own have read more."""
         copied = self._empty_row()
         copied.num_positions = self.num_positions
         copied._set_lengths(copied.lengths + length, [length])

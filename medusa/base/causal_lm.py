@@ -401,8 +401,7 @@ def prefill(
         num_new = missing.clamp(max=width)
         last = (num_new - 1).clamp(min=0)[:, None]
         chain = TreeTopology.chain(width, tokens.device)
-        if min(left) >= width:
-            cache.expect_whole_commit()
+        cache.is_prompt_next = min(left) >= width
         states, part_logits = run(base, part, chain, cache, select=last, layers=layers)
         if keeps_features:
             cache.keep_features(states, cache.lengths, cache.longest)

@@ -516,7 +516,6 @@ class RecurrentCache(TreeCache):
         super().__init__(num_rows, 0, device)
         self.config = config
         self.paths = Paths()
-        self._is_committed_next = False
         self.layers = []
         self.tree_layers = []
         self.states: list[RowStates] = []
@@ -560,13 +559,10 @@ class RecurrentCache(TreeCache):
     def bytes_per_row(self) -> int:
         return self._state_bytes // max(1, self.num_rows)
 
-    def expect_whole_commit(self) -> None:
-        self._is_committed_next = True
-
     def begin_pass(self, topology: TreeTopology) -> None:
         """Begin a pass over the nodes of ``topology``."""
-        self.paths.begin(topology, self._is_committed_next)
-        self._is_committed_next = False
+        self.paths.begin(topology, self.is_prompt_next)
+        self.is_prompt_next = False
         for state in self.states:
             state.begin_pass()
 
@@ -595,16 +591,29 @@ class RecurrentCache(TreeCache):
         for state, other_state in zip(self.states, other.states, strict=True):
             state.join(other_state)
 
-    def copy_of_row(self, row: int, length: int) -> TreeCache:
+    keeps_states = True
+
+    def states_of_row(self, row: int) -> TreeCache:
+        copied = RecurrentCache(self.config, 1, self.lengths.device)
+        copied._copy_states(self, row)
+        return copied
+
+    def copy_of_row(self, row: int, length: int, states: TreeCache | None = None) -> TreeCache:
         """A new cache of one row, with the first ``length`` committed tokens of ``row``; without any where
-        the states have read more: look at its ``longest``."""
+        the states have read more, and others are not given: look at its ``longest``."""
         is_whole = length >= self.known_lengths[row]
-        copied = super().copy_of_row(row, length if is_whole else 0)
+        copied = super().copy_of_row(row, length if is_whole or states is not None else 0)
         assert isinstance(copied, RecurrentCache)
         if is_whole:
-            for state, source in zip(copied.states, self.states, strict=True):
-                state.copy_row(source, row)
+            copied._copy_states(self, row)
+        elif states is not None:
+            copied._copy_states(states, 0)
         return copied
+
+    def _copy_states(self, source: Any, row: int) -> None:
+        """Take the states of a row of ``source``, a cache of the same base."""
+        for state, source_state in zip(self.states, source.states, strict=True):
+            state.copy_row(source_state, row)
 
     def _empty_row(self) -> TreeCache:
         return RecurrentCache(self.config, 1, self.lengths.device)

@@ -35,7 +35,7 @@ from medusa.base.causal_lm import (
 )
 from medusa.decoding.accept import RowsFailed
 from medusa.decoding.adaptive import AdaptiveDrafting
-from medusa.decoding.prefix_cache import PrefixCache, num_shared
+from medusa.decoding.prefix_cache import PrefixCache
 from medusa.decoding.runners import Runner
 from medusa.decoding.scheduler import Chunk, Phase, Prefill, Scheduler, SchedulerLimits
 from medusa.decoding.state import DecodeRequest, DecodeState, Row
@@ -314,27 +314,24 @@ class Batch:
         """A copy of the longest cached prefix of ``ids`` that this owner has, from a running row or the
         prefix cache, and its length. The last token is always left out: its pass gives the logits of the
         first new token."""
-        prefix, length = self.prefixes.longest(ids[:-1], owner)
-        state = self._state
-        source = None  # the running row that shares more
-        for index, row in enumerate([] if state is None else state.rows):
-            if row.owner != owner:
+        known = self.prefixes.longest(ids[:-1], owner)
+        index = 0  # of the row, where a running one shares more
+        for number, row in enumerate([] if self._state is None else self._state.rows):
+            if row.owner != owner or self._state is None:
                 continue
             committed = (row.prompt + row.tokens)[:-1]
-            shared = num_shared(committed, ids[:-1])
-            if shared > length:
-                length = shared
-                source = index
-        stored = self.prefixes.stored(ids[:-1], owner, length, partial(self._runner.new_cache, 1))
+            of_row = self.prefixes.shared(self._state.cache, committed, ids[:-1], owner)
+            if of_row.length > known.length:
+                known = of_row
+                index = number
+        stored = self.prefixes.stored(ids[:-1], owner, known.length, partial(self._runner.new_cache, 1))
         if stored is not None:
             cache = stored
-        elif source is not None and state is not None:
-            cache = state.cache.copy_of_row(source, length)
-        elif prefix is not None:
-            cache = prefix.copy_of_row(0, length)
+        elif known.source is not None:
+            cache = known.source.copy_of_row(index, known.length, known.states)
         else:
             cache = self._runner.new_cache(1)
-        return cache, cache.longest  # 0 rather than `length` where a recurrent state is past the prefix
+        return cache, cache.longest
 
     def _read_chunk(self, chunk: Chunk[_Prefill]) -> None:
         """Prefill a chunk that is not the last one."""
@@ -345,8 +342,16 @@ class Batch:
         began = time.perf_counter()
         self._runner.prefill(prefill.request.tokens, prefix.lengths + num_tokens, prefix, known=known)
         self._scheduler.chunk_read(chunk, prefix.capacity, time.perf_counter() - began)
+        if self.prefixes.max_bytes:
+            self._keep_states(prefill)
         for row in prefill.rows:
             row.num_read = prefix.longest
+
+    def _keep_states(self, prefill: _Prefill, is_end: bool = False) -> None:
+        """Keep the states after what is read of a prompt, for others that begin with it."""
+        if len(prefill.rows) == 1:
+            prompt = prefill.request.prompts[0][: prefill.prefix.longest]
+            self.prefixes.keep_states(prompt, prefill.prefix, prefill.rows[0].owner, is_end)
 
     def _finish_prefill(self, prefill: _Prefill) -> list[RowOutput]:
         """Run the last chunk, choose each row's next token, and have the rows join the others unless this
@@ -364,6 +369,8 @@ class Batch:
             refuses_nan=self.limits is not SINGLE_REQUEST,  # a row with NaN logits fails alone
         )
         state.sampled = sampled
+        if self.prefixes.max_bytes:
+            self._keep_states(prefill, is_end=True)
         self.statistics.num_rows += sum(not row.tokens for row in rows)
         self._scheduler.join(rows)
         self._has_joined = True

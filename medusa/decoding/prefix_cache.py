@@ -4,6 +4,10 @@ Keys and values of a text depend only on its tokens, so a request with the same 
 copy of them: the next turn of a conversation does not prefill its history again. :class:`PrefixCache` keeps
 them when rows end, up to a limit of memory; the least recently used go first. It is never shared between
 owners: the length of the cached prefix, and the time to answer, would tell others the text token by token.
+
+Keys and values can be cut anywhere, and states of recurrent layers nowhere: they belong to one length of a
+text. So of a base that keeps states some are kept from within its texts: after prompts, where a conversation
+goes on whose template leaves out what the model thought, and in them.
 """
 
 from __future__ import annotations
@@ -11,16 +15,34 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from medusa.base.cache import TreeCache
 from medusa.decoding.prefix_store import BLOCK, PrefixStore
 
+MOST_STATES = 4
+"""States that are kept from within one text, more of its end than of its beginning."""
+LEAST_BETWEEN = 256
+"""Tokens from one of them to the next in a prompt."""
+STATES_SHARE = 2
+"""Divisor: all of them take at most the memory of the prefixes divided by this."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class _Kept:
     owner: Hashable
     ids: tuple[int, ...]
     prefix: TreeCache
+
+
+class KnownPrefix(NamedTuple):
+    """The beginning of a text that need not be read again."""
+
+    source: TreeCache | None
+    """A cache whose first row begins with it."""
+    length: int
+    states: TreeCache | None
+    """The states after it, where those of ``source`` have read more."""
 
 
 class PrefixCache:
@@ -37,6 +59,7 @@ class PrefixCache:
         self.num_cut = 0
         """Texts that were cut to their leading part, or dropped, because they exceed the bound."""
         self._kept: list[_Kept] = []  # the least recently used first
+        self._states: list[_Kept] = []  # states alone, likewise
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -44,20 +67,71 @@ class PrefixCache:
     @property
     def num_bytes(self) -> int:
         """Memory held."""
-        return sum(each.prefix.num_bytes for each in self._kept)
+        return _num_bytes(self._kept) + _num_bytes(self._states)
 
-    def longest(self, ids: Sequence[int], owner: Hashable = None) -> tuple[TreeCache | None, int]:
-        """The entry of this owner with the longest common prefix with ``ids``, and its length; counts as a
-        use."""
+    def longest(self, ids: Sequence[int], owner: Hashable = None) -> KnownPrefix:
+        """The longest beginning of ``ids`` that an entry of this owner has; counts as a use."""
         ids = tuple(ids)
         with self._lock:
-            shared = [num_shared(each.ids, ids) if each.owner == owner else 0 for each in self._kept]
-            if not any(shared):
-                return None, 0
-            best = shared.index(max(shared))
-            used = self._kept.pop(best)
-            self._kept.append(used)
-            return used.prefix, shared[best]
+            known = [
+                self.shared(each.prefix, each.ids, ids, owner)
+                if each.owner == owner
+                else KnownPrefix(None, 0, None)
+                for each in self._kept
+            ]
+            best = max(range(len(known)), key=lambda place: known[place].length, default=None)
+            if best is None or not known[best].length:
+                return KnownPrefix(None, 0, None)
+            self._kept.append(self._kept.pop(best))
+            return known[best]
+
+    def shared(
+        self, source: TreeCache, text: Sequence[int], ids: Sequence[int], owner: Hashable = None
+    ) -> KnownPrefix:
+        """The beginning of ``ids`` that ``source``, which has read ``text``, need not read again."""
+        length = num_shared(text, ids)
+        if length == len(text) or not source.keeps_states:
+            return KnownPrefix(source, length, None)
+        with self._lock:
+            within = self._states_within(tuple(ids[:length]), owner)
+            if not within:
+                return KnownPrefix(source, 0, None)
+            used = within[-1]
+            self._states.remove(used)
+            self._states.append(used)
+        return KnownPrefix(source, len(used.ids), used.prefix)
+
+    def keep_states(
+        self, ids: Sequence[int], cache: TreeCache, owner: Hashable = None, is_end: bool = False
+    ) -> None:
+        """Keep the states that the first row of ``cache`` is in, which has read ``ids``: within a prompt some
+        tokens apart, and at its end (``is_end``)."""
+        if not (self.max_bytes and cache.keeps_states):
+            return
+        ids = tuple(ids)
+        with self._lock:
+            within = self._states_within(ids, owner)
+            is_far = not within or len(ids) - len(within[-1].ids) >= LEAST_BETWEEN
+            if is_far or (is_end and within[-1].ids != ids):
+                self._add_states(_Kept(owner, ids, cache.states_of_row(0)), within)
+
+    def _states_within(self, ids: tuple[int, ...], owner: Hashable) -> list[_Kept]:
+        """The states of beginnings of ``ids``, the shortest first."""
+        within = [each for each in self._states if each.owner == owner and each.ids == ids[: len(each.ids)]]
+        return sorted(within, key=lambda kept: len(kept.ids))
+
+    def _add_states(self, states: _Kept, within: list[_Kept]) -> None:
+        """Keep ``states``, behind those ``within`` its text."""
+        of_text = [*within, states]
+        self._states.append(states)
+        while len(of_text) > MOST_STATES:
+            ends = [0, *(len(each.ids) for each in of_text)]
+            left = [ends[-1] - end + LEAST_BETWEEN for end in ends]
+            # distances from the end grow by one factor: the one goes whose neighbours are nearest in it
+            worth = [left[at - 1] / left[at + 1] for at in range(1, len(of_text))]
+            self._states.remove(of_text.pop(worth.index(min(worth))))
+        while _num_bytes(self._states) > self.max_bytes // STATES_SHARE:
+            del self._states[0]
 
     def stored(
         self, ids: Sequence[int], owner: Hashable, known: int, new_cache: Callable[[], TreeCache]
@@ -88,16 +162,23 @@ class PrefixCache:
         with self._lock:
             if not ids or prefix.num_bytes > self.max_bytes or self.is_known(ids, owner):
                 return
-            self._kept = [
+            continued = [
                 each
                 for each in self._kept
-                if each.owner != owner or num_shared(each.ids, ids) < len(each.ids)
+                if each.owner == owner and num_shared(each.ids, ids) == len(each.ids)
             ]
+            for entry in continued:
+                self._kept.remove(entry)
+                self.keep_states(entry.ids, entry.prefix, owner, is_end=True)
             self._kept.append(_Kept(owner, ids, prefix))
-            while self.num_bytes > self.max_bytes:
+            while self._kept and self.num_bytes > self.max_bytes:
                 del self._kept[0]
         if self.store is not None:
             self.store.keep(ids, prefix, owner)
+
+
+def _num_bytes(kept: Sequence[_Kept]) -> int:
+    return sum(each.prefix.num_bytes for each in kept)
 
 
 def num_shared(first: Sequence[int], second: Sequence[int]) -> int:

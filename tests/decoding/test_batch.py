@@ -207,7 +207,7 @@ def test_the_prefixes_of_all_owners_share_one_bound():
     batch = model.continuous_batch(BatchLimits())
     prompt = random_prompts(1, 50)[0].tolist()
     answer_all(batch, [row_of(model, prompt, max_new_tokens=2, do_sample=False)])
-    prefix, _ = batch.prefixes.longest(prompt)
+    prefix = batch.prefixes.longest(prompt).source
     store = PrefixCache(3 * prefix.num_bytes)
     for owner in range(4):
         store.keep(prompt, prefix, owner)

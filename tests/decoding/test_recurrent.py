@@ -31,7 +31,8 @@ from medusa.base import recurrent_rules
 from medusa.base.causal_lm import cache_bytes, decoder_layers, new_cache, prefill, verify, with_rules
 from medusa.base.recurrent import Kept, MatrixState, Paths
 from medusa.base.recurrent_rules import has_rules
-from medusa.decoding.batch import BatchLimits, Row
+from medusa.decoding.batch import Batch, BatchLimits, Row
+from medusa.decoding.prefix_cache import PrefixCache
 from medusa.drafters.draft_model import DraftModelDrafter
 from medusa.drafters.dynamic import DynamicDrafter
 from medusa.drafters.protocol import Draft
@@ -243,23 +244,55 @@ def test_requests_that_join_and_leave_a_batch_say_what_they_say_alone(model_type
     assert [row.tokens for row in rows] == [each.tolist() for each in expected]
 
 
+def answered(model: MedusaModel, batch: Batch, ids: torch.Tensor) -> Row:
+    """The row of ``ids`` (1, T) in a batch, which writes what ``transformers`` does."""
+    row = Row(model.request(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False))
+    batch.add(row)
+    while batch.is_busy:
+        batch.step()
+    assert row.tokens == own_answer(model, ids, max_new_tokens=10)[0, ids.shape[1] :].tolist()
+    return row
+
+
 @pytest.mark.parametrize("model_type", SOME)
 def test_the_next_turn_of_a_conversation_goes_on_from_the_state_that_the_last_one_left(model_type):
     model, prompt = model_of(model_type), random_prompts(1, 12)
     batch = model.continuous_batch()
-
-    def answer(ids: torch.Tensor) -> Row:
-        row = Row(model.request(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False))
-        batch.add(row)
-        while batch.is_busy:
-            batch.step()
-        assert row.tokens == own_answer(model, ids, max_new_tokens=10)[0, ids.shape[1] :].tolist()
-        return row
-
-    first = answer(prompt)
+    first = answered(model, batch, prompt)
     longer = torch.cat([prompt, torch.tensor([first.tokens]), random_prompts(1, 4, 1)], dim=1)
-    assert answer(longer).num_reused == prompt.shape[1] + len(first.tokens) - 1
-    assert answer(prompt).num_reused == 0  # the state has read more
+    assert answered(model, batch, longer).num_reused == prompt.shape[1] + len(first.tokens) - 1
+    assert answered(model, batch, prompt).num_reused == 0  # the states have read more
+    # a template that leaves the beginning of an answer out, such as thoughts, has the prompt in common
+    other = torch.cat([longer, random_prompts(1, 5, 2)], dim=1)
+    assert answered(model, batch, other).num_reused == longer.shape[1]
+
+
+@pytest.mark.parametrize("model_type", SOME)
+def test_texts_with_the_same_beginning_go_on_from_a_state_within_it(model_type, monkeypatch):
+    monkeypatch.setattr("medusa.decoding.prefix_cache.LEAST_BETWEEN", 16)
+    model = model_of(model_type)
+    batch = model.continuous_batch(BatchLimits(chunk=8))
+    beginning = random_prompts(1, 60)
+    others = [torch.cat([beginning, random_prompts(1, 9, seed)], dim=1) for seed in range(1, 4)]
+    assert [answered(model, batch, each).num_reused for each in others] == [0, 56, 56]
+    assert answered(model, batch, beginning[:, :30]).num_reused == 24
+
+
+def test_states_within_texts_are_the_denser_the_nearer_to_its_end_and_have_a_bound():
+    model = model_of("mamba2")
+    cache = new_cache(model.base, 1)
+    prefill(model.base, random_prompts(1, 8), torch.tensor([8]), cache)
+    size = cache.states_of_row(0).num_bytes
+    prefixes = PrefixCache(100 * size)
+    for length in range(256, 256 * 40, 256):
+        prefixes.keep_states([1] * length, cache)
+    ends = sorted(len(each.ids) for each in prefixes._states)
+    assert ends == [256 * 39 - left for left in (3840, 768, 256, 0)]
+    for owner in range(100):
+        prefixes.keep_states([1], cache, owner)
+    assert prefixes.num_bytes <= 50 * size and prefixes._states[-1].owner == 99
+    assert prefixes.shared(cache, [1, 2, 3], [1, 2], 99).length == 1
+    assert prefixes.shared(cache, [1, 2, 3], [1, 2], "another").length == 0
 
 
 def test_a_guess_on_which_the_base_is_not_finite_leaves_no_trace_in_the_state():
