@@ -244,8 +244,8 @@ class OptimisationOptions:
     stay float32. By default what `accelerate launch --mixed_precision` says."""
     cache_hidden_states: bool = False
     """Compute the base's hidden states once, store them in output_dir, and train from there."""
-    cache_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of stored hidden states."""
+    cache_dtype: Literal["float32", "bfloat16", "float16", "float8"] = "float32"
+    """Type of stored hidden states; float8 (e4m3) has a scale for each layer of each state."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "num_epochs", "max_steps", "gradient_accumulation_steps")

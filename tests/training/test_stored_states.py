@@ -14,7 +14,8 @@ import pytest
 import torch
 from conftest import VOCAB_SIZE, longrope_model, tiny_model
 from rich.console import Console
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tiny_training import (
     CHAT_TEMPLATE,
     SYSTEM,
@@ -109,7 +110,9 @@ def losses(source: Feed, layers=()) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layers", [(), (1, 2)], ids=["last state", "layers too"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2e-2), ("float16", 3e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2e-2), ("float16", 3e-3), ("float8", 0.1)]
+)
 def test_stored_states_give_the_losses_of_the_base(tmp_path, dtype, tolerance, layers):
     documents = documents_of()
     live = losses(Feed(documents, layers), layers)
@@ -141,6 +144,47 @@ def test_stored_features_are_those_of_the_base(tmp_path, batch):
     for row, indices in enumerate(batch):
         needed = torch.from_numpy(np.concatenate([states.needed[states.span(index)] for index in indices]))
         torch.testing.assert_close(found[0][row, : len(needed)][needed], live[0][row, : len(needed)][needed])
+
+
+def test_float8_keeps_the_layers_of_each_state_in_their_own_range(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    small, large = torch.randn(2, 50, 32, generator=generator)
+    states = torch.cat([0.01 * small, 1e5 * large, torch.zeros(50, 32)], dim=1)
+    rows, scales = states_format.in_float8(states, 3)
+    assert rows.element_size() == 1 and scales.shape == (50, 3)
+    kept = states_format.widened(rows, scales)
+    assert kept.dtype == torch.bfloat16
+    assert torch.equal(kept.float(), rows.float() * scales.repeat_interleave(32, dim=1)), "nothing is rounded"
+    # four bits of a number, and the least steps below 2^-6 of the range
+    bound = torch.maximum(states.abs() / 16, scales.repeat_interleave(32, dim=1) / 1024)
+    assert ((kept - states).abs() <= bound).all()
+    assert (rows[:, :64].float().abs().unflatten(1, (2, 32)).amax(-1) >= 224).all(), (
+        "all of the range is used"
+    )
+
+
+def test_float8_takes_a_byte_a_number_and_is_checked(tmp_path):
+    documents = documents_of()
+    states = stored(tmp_path, documents, dtype="float8", layers=(1, 2))
+    assert states.num_bytes == int(states.first[-1]) * (3 * 32 + 3 * 4)
+    tensors = load_file(states.path(0))
+    tensors["scales"][0, 1] *= 2
+    with safe_open(states.path(0), "pt") as file:
+        metadata = file.metadata()
+    save_file(tensors, states.path(0), metadata=metadata)
+    assert states.damage(0) == "has other bytes than were written"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_states_that_are_not_finite_are_not_stored(tmp_path, dtype, number):
+    documents = documents_of()
+    states = states_of(tmp_path, documents, dtype=dtype)
+    states.open(False, ProgressReporter("states", Console(quiet=True)))
+    broken = torch.full((int(documents.lengths[0]), 32), number)
+    with pytest.raises(ValueError, match=r"document 0 in torch.float.* are not finite"):
+        states.write(0, [(0, broken)], "a test")
+    assert not states.path(0).exists()
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
     manifest.json          source of the states: base and fingerprint, layers and types, where shards end
     documents.safetensors  "tokens" (T,) int32, "is_label" and "is_needed" (T,) bool, "starts" (n + 1,) long
-    00000.safetensors      "states": (P, (1 + L) * D) of the needed positions of some documents, in order
+    00000.safetensors      "states": (P, (1 + L) * D) of the needed positions of some documents, in order; of
+                           those in float8 "scales" (P, 1 + L) float32 too, one for each layer of each row
     00001.safetensors      ...
 
 A row has first the input of the LM head, then the states after the layers of the manifest. Shards are written
@@ -32,6 +33,13 @@ MANIFEST = "manifest.json"
 DOCUMENTS_FILE = "documents.safetensors"
 SHARD_BYTES = 2**28
 """Approximate size of a shard: the work that a run loses when it dies, and its memory."""
+STORED_TYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8": torch.float8_e4m3fn,
+}
+"""The types of stored states, as a run names them."""
 NUM_BLOCKS, BLOCK = 8, 4096
 """Blocks read of each tensor of a file of weights, evenly spread, and their bytes."""
 
@@ -47,11 +55,14 @@ class StatesDirectory:
         self.starts = starts
         self.needed = is_needed
         self.first = np.concatenate([[0], np.cumsum(is_needed)])  # of each position: states before it
-        self.dtype: torch.dtype = getattr(torch, self.header["dtype"])
+        self._stored_dtype = STORED_TYPES[self.header["dtype"]]
+        self._num_layers = 1 + len(self.header["layers"])
+        self.dtype = torch.bfloat16 if self._is_scaled else self._stored_dtype
+        """The type in which states are read."""
         self.size: int = self.header["width"]
         self.ends: list[int] = self.header["shards"]
         self._digest = hashlib.sha256(json.dumps(self.header, sort_keys=True).encode()).hexdigest()
-        self._opened: dict[int, Any] = {}  # slices of shards, read on demand
+        self._opened: dict[int, list[Any]] = {}  # slices of shards, read on demand
 
     @classmethod
     def read(cls, directory: Path) -> tuple[StatesDirectory, np.ndarray]:
@@ -72,7 +83,16 @@ class StatesDirectory:
     @property
     def num_bytes(self) -> int:
         """Bytes of all states."""
-        return int(self.first[-1]) * self.size * self.dtype.itemsize
+        return int(self.first[-1]) * self.bytes_of_state
+
+    @property
+    def bytes_of_state(self) -> int:
+        """Bytes of a row of states."""
+        return bytes_of_state(self.header["dtype"], self._num_layers, self.size)
+
+    @property
+    def _is_scaled(self) -> bool:
+        return self._stored_dtype.itemsize == 1
 
     def path(self, shard: int) -> Path:
         return self.directory / f"{shard:05d}.safetensors"
@@ -99,7 +119,8 @@ class StatesDirectory:
             OSError: the disk refused; no part of the shard is left.
         """
         begin = self._first_state(shard)
-        rows = torch.empty(self.num_states(shard), self.size, dtype=self.dtype)
+        rows = torch.empty(self.num_states(shard), self.size, dtype=self._stored_dtype)
+        scales = torch.ones(len(rows), self._num_layers)
         left = set(self.documents_of(shard))
         for index, document_states in states:
             span = self.span(index)
@@ -109,25 +130,33 @@ class StatesDirectory:
                     f"the states of document {index} must be {shape}, got {tuple(document_states.shape)}"
                 )
             needed = torch.from_numpy(self.needed[span]).to(document_states.device)
-            kept = document_states.to(self.dtype)[needed]
+            kept = document_states[needed]
+            place = slice(self.first[span.start] - begin, self.first[span.stop] - begin)
+            if self._is_scaled:
+                kept, scales_of_document = in_float8(kept, self._num_layers)
+                scales[place] = scales_of_document.cpu()
+                extremes = scales_of_document
+            else:
+                extremes = kept = kept.to(self.dtype)
             # the extremes are numbers where all are; isfinite takes nine times as long in bfloat16
-            if kept.numel() and not torch.stack(kept.aminmax()).isfinite().all():
+            if kept.numel() and not torch.stack(extremes.aminmax()).isfinite().all():
                 raise ValueError(
-                    f"the states of document {index} in {self.dtype} are not finite; store them in bfloat16 "
-                    "or float32 (cache_dtype)"
+                    f"the states of document {index} in {self._stored_dtype} are not finite; store them in "
+                    "bfloat16 or float32 (cache_dtype)"
                 )
-            rows[self.first[span.start] - begin : self.first[span.stop] - begin] = kept.cpu()
+            rows[place] = kept.cpu()
             left.discard(index)
         if left:
             raise ValueError(f"shard {shard} lacks the states of documents {sorted(left)[:5]}")
+        tensors = {"states": rows, **({"scales": scales} if self._is_scaled else {})}
         metadata = {
             "manifest": self._digest,
-            "sha256": _checksum(rows),
+            "sha256": _checksum(tensors),
             "writer": writer,
             "last_state": "normed",
         }
         with replaced_file(self.path(shard)) as partial:
-            save_file({"states": rows}, partial, metadata=metadata)
+            save_file(tensors, partial, metadata=metadata)
 
     def damage(self, shard: int) -> str | None:
         """The fault of a shard, in words."""
@@ -136,14 +165,14 @@ class StatesDirectory:
         try:
             with safe_open(self.path(shard), "pt") as file:
                 metadata = file.metadata() or {}
-                states = file.get_tensor("states")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             return f"is cut short or damaged ({error})"
         if metadata.get("manifest") != self._digest:
             return "belongs to other states than manifest.json"
         if metadata.get("last_state") != "normed":
             return "has states from before the base's final norm, which are not read any more"
-        return None if metadata.get("sha256") == _checksum(states) else "has other bytes than were written"
+        return None if metadata.get("sha256") == _checksum(tensors) else "has other bytes than were written"
 
     def of(self, indices: Iterable[int]) -> Tensor:
         """The kept states (P, (1 + L) * D) of the documents at ``indices``, one after the other."""
@@ -172,9 +201,37 @@ class StatesDirectory:
         if begin == end:
             return torch.zeros(0, self.size, dtype=self.dtype)
         if shard not in self._opened:
-            self._opened[shard] = safe_open(self.path(shard), "pt").get_slice("states")
-        states: Tensor = self._opened[shard][int(begin) : int(end)]
-        return states
+            file = safe_open(self.path(shard), "pt")
+            names = ("states", "scales") if self._is_scaled else ("states",)
+            self._opened[shard] = [file.get_slice(name) for name in names]
+        states, *scales = (each[int(begin) : int(end)] for each in self._opened[shard])
+        return widened(states, scales[0]) if scales else states
+
+
+def bytes_of_state(dtype: str, num_layers: int, width: int) -> int:
+    """Bytes of a row of ``width`` numbers, of ``num_layers`` layers, as it is stored in ``dtype``."""
+    stored = STORED_TYPES[dtype]
+    return width * stored.itemsize + (4 * num_layers if stored.itemsize == 1 else 0)
+
+
+def in_float8(states: Tensor, num_layers: int) -> tuple[Tensor, Tensor]:
+    """``states`` (P, num_layers * D) in float8, and the scales (P, num_layers) float32 of each layer of each
+    row: the least powers of two that bring its numbers into range, so that bfloat16 holds what is
+    :func:`widened`."""
+    parts = states.float().unflatten(1, (num_layers, -1))
+    largest = parts.abs().amax(dim=-1)
+    _, exponent = torch.frexp(largest / torch.finfo(torch.float8_e4m3fn).max)
+    scales = torch.ldexp(torch.ones_like(largest), exponent)
+    has_scale = largest.isfinite() & (largest > 0)
+    scales = torch.where(has_scale, scales, largest + 1)  # of zeros 1, and of what is not finite neither
+    rows = (parts / scales[..., None]).to(torch.float8_e4m3fn)
+    return rows.flatten(1), scales
+
+
+def widened(rows: Tensor, scales: Tensor) -> Tensor:
+    """The states (P, num_layers * D) bfloat16 of :func:`in_float8`."""
+    parts = rows.to(torch.bfloat16).unflatten(1, (scales.shape[1], -1))
+    return (parts * scales[..., None].to(torch.bfloat16)).flatten(1)
 
 
 DOCUMENTS = ("tokens", "is_label", "is_needed", "starts")
@@ -194,10 +251,10 @@ def digest_of_documents(documents: Mapping[str, np.ndarray]) -> str:
     return content.hexdigest()
 
 
-def shard_ends(states_before: np.ndarray, bytes_of_state: int) -> list[int]:
+def shard_ends(states_before: np.ndarray, bytes_of_each: int) -> list[int]:
     """The index after the last document of each shard, given the number of states before each document (n +
-    1,)."""
-    per_shard = max(1, SHARD_BYTES // bytes_of_state)
+    1,) and their bytes."""
+    per_shard = max(1, SHARD_BYTES // bytes_of_each)
     shard_of = states_before[:-1] // per_shard
     return [*(np.flatnonzero(np.diff(shard_of)) + 1).tolist(), len(states_before) - 1]
 
@@ -252,5 +309,9 @@ def _blocks(start: int, end: int) -> Iterable[int]:
     return (start + number * (end - start - BLOCK) // (NUM_BLOCKS - 1) for number in range(NUM_BLOCKS))
 
 
-def _checksum(states: Tensor) -> str:
-    return hashlib.sha256(states.view(torch.uint8).numpy().data if len(states) else b"").hexdigest()
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    """A hash of ``tensors`` (P, ...), by their names."""
+    content = hashlib.sha256()
+    for _, tensor in sorted(tensors.items()):
+        content.update(tensor.view(torch.uint8).numpy().data if len(tensor) else b"")
+    return content.hexdigest()

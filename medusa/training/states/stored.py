@@ -37,6 +37,7 @@ from medusa.training.states.format import (
     DOCUMENTS_FILE,
     MANIFEST,
     StatesDirectory,
+    bytes_of_state,
     digest_of_documents,
     digest_of_weights,
     shard_ends,
@@ -89,7 +90,7 @@ class CachedHiddenStates(StatesDirectory):
             "layers": list(layers),
             "width": width,
             "dtype": dtype,
-            "shards": shard_ends(states_before, width * getattr(torch, dtype).itemsize),
+            "shards": shard_ends(states_before, bytes_of_state(dtype, 1 + len(layers), width)),
         }
         in_full = {**header, "arithmetic": header["base_dtype"]}
         manifest = directory / MANIFEST
@@ -130,12 +131,12 @@ class CachedHiddenStates(StatesDirectory):
         if not missing:
             line.say(f"hidden states in {self.directory} belong to this run")
             return missing
-        size = sum(self.num_states(shard) for shard in missing) * self.size * self.dtype.itemsize
+        size = sum(self.num_states(shard) for shard in missing) * self.bytes_of_state
         room = shutil.disk_usage(self.directory).free
         if size > room:
             raise OSError(
                 f"cache_hidden_states needs {size / 2**30:.1f} GiB in {self.directory}, which has "
-                f"{room / 2**30:.1f} GiB free; choose cache_dtype=bfloat16, fewer documents, or "
+                f"{room / 2**30:.1f} GiB free; choose cache_dtype=bfloat16 or float8, fewer documents, or "
                 "cache_hidden_states=false"
             )
         line.say(
