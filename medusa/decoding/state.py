@@ -278,10 +278,13 @@ class DecodeState:
         is_chain: bool = False,
         known: list[list[int]] | None = None,
     ) -> None:
-        """Commit the accepted path, whose hidden states are in ``hidden`` (B, N, D); ``is_chain`` and
-        ``known`` as for :meth:`TreeCache.commit`."""
+        """Commit the accepted path, whose hidden states are in ``hidden`` (B, N, D), or as much of it as
+        ``known`` has; ``is_chain`` and ``known`` as for :meth:`TreeCache.commit`."""
         path_hidden = hidden.gather(1, acceptance.path[..., None].expand(-1, -1, hidden.shape[2]))
-        self.cache.commit(acceptance.path, acceptance.num_accepted + 1, is_chain, known)
+        num_kept = acceptance.num_accepted + 1
+        if known is not None and self.cache.keeps_states:  # else what is behind an end is of no interest
+            num_kept = torch.tensor([*map(len, known)], device=num_kept.device)
+        self.cache.commit(acceptance.path, num_kept, is_chain, known)
         self.hidden = path_hidden[:, -1]
         self.rule_state = acceptance.rule_state
 

@@ -156,7 +156,9 @@ def decode_step(
         verified = again
     output = _output(state, verified, acceptance, outcome, num_nodes)
     clock.lap("accept")
-    # 4. Commit: the cache keeps the entries of the accepted path, and the text its tokens.
+    # 4. Commit: the cache keeps the entries of the accepted path up to the row's end, the text its tokens.
+    for path, row in zip(outcome.paths, output.rows, strict=True):
+        del path[len(row.tokens) :]
     state.commit(acceptance, verified.hidden, verified.draft.topology.is_chain, outcome.paths)
     _append(state, output, verified, acceptance, outcome)
     clock.lap("commit")

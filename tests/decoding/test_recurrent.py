@@ -268,6 +268,18 @@ def test_the_next_turn_of_a_conversation_goes_on_from_the_state_that_the_last_on
 
 
 @pytest.mark.parametrize("model_type", SOME)
+@pytest.mark.parametrize("end", ["length", "eos"])
+def test_a_state_reads_no_accepted_guess_behind_the_end_of_its_text(model_type, end):
+    model, prompt = MedusaModel(stateful_model(model_type)), random_prompts(1, 12)
+    model.keep_prefixes(2**30)
+    coming = own_answer(model, prompt, max_new_tokens=30)[0, 12:].tolist()
+    options = {"eos_token_id": coming[9]} if end == "eos" else {"max_new_tokens": 10}
+    answer = model.generate(prompt, prediction=[coming], do_sample=False, **{"max_new_tokens": 30, **options})
+    text = answer[0].tolist()
+    assert model.prefixes.longest([*text, 1]).length == len(text) - 1
+
+
+@pytest.mark.parametrize("model_type", SOME)
 def test_texts_with_the_same_beginning_go_on_from_a_state_within_it(model_type, monkeypatch):
     monkeypatch.setattr("medusa.decoding.prefix_cache.LEAST_BETWEEN", 16)
     model = model_of(model_type)
