@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
+from conftest import CHECKOUT
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -248,3 +253,37 @@ def test_a_node_has_the_same_bits_alone_in_a_tree_in_a_batch_and_in_a_longer_cac
             queries[at, nodes].clone(), keys[at], values[at], mask[at, :, nodes].clone(), 0.125
         )
         assert torch.equal(alone[0, 0], together[row, node])
+
+
+# ------------------------------------------------------------------ compiled without a card
+
+KERNELS = {
+    "_sum_and_norm",
+    "_gated",
+    "_turned",
+    "_attended_parts",
+    "_sum_of_parts",
+    "_block_product",
+    "_widened_rows",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 89, 90, 100])
+def test_every_kernel_compiles_for_cards_that_are_not_here(architecture, tmp_path):
+    """Of Ampere, Ada, Hopper and Blackwell; see ``compiled_for_cards.py``."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    ran = subprocess.run(
+        [sys.executable, str(CHECKOUT / "tests" / "compiled_for_cards.py"), str(architecture)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    answers = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert {answer["kernel"] for answer in answers} == KERNELS
+    assert all(answer["is_ptx"] for answer in answers)
+    spilled = {(answer["kernel"], answer["spilled"]) for answer in answers if answer["spilled"] > 512}
+    assert not spilled

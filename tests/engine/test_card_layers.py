@@ -37,7 +37,7 @@ from triton_device import DEVICE, NEAR
 from medusa import CandidateTree, MedusaModel
 from medusa.base.causal_lm import new_cache, prefill, verify
 from medusa.engine.card.fused_layer import CardLayer, card_view, num_fused
-from medusa.engine.card.joined_weights import JoinedWeights
+from medusa.engine.card.joined_weights import in_one_piece, joined_product
 from medusa.engine.card.support import (
     NO_TRITON,
     card_unsupported_reason,
@@ -137,19 +137,23 @@ def test_prompts_and_caches_of_transformers_run_the_modules(monkeypatch):
     assert len(calls) == 6
 
 
+@torch.no_grad()
 def test_weights_of_one_product_lie_in_one_piece_and_none_is_held_twice():
     base = base_of("qwen2")
     attention = base.model.layers[0].self_attn
     linears = [attention.q_proj, attention.k_proj, attention.v_proj]
-    expected = [linear(torch.ones(32, device=DEVICE)) for linear in linears]
-    joined = JoinedWeights(linears)
-    assert torch.allclose(joined(torch.ones(32, device=DEVICE)), torch.cat(expected))
-    with torch.no_grad():
-        attention.k_proj.weight.fill_(0.5)
-    assert joined.weight[attention.q_proj.out_features].eq(0.5).all()
-    assert JoinedWeights(linears).weight.data_ptr() == joined.weight.data_ptr()
-    other = JoinedWeights([attention.v_proj, attention.k_proj])
-    assert torch.equal(other.weight, torch.cat([attention.v_proj.weight, attention.k_proj.weight]))
+    x = torch.ones(32, device=DEVICE)
+    expected = [linear(x) for linear in linears]
+    together = joined_product(linears)
+    torch.testing.assert_close(together(x), torch.cat(expected))
+    attention.k_proj.weight.fill_(0.5)  # a write to one is a write to all
+    torch.testing.assert_close(together(x), torch.cat([linear(x) for linear in linears]))
+    addresses = [linear.weight.data_ptr() for linear in linears]
+    joined_product(linears)
+    assert [linear.weight.data_ptr() for linear in linears] == addresses
+    weights = [linear.weight.detach() for linear in linears]
+    assert in_one_piece(weights).data_ptr() == addresses[0]
+    assert torch.equal(in_one_piece(weights[::-1]), torch.cat(weights[::-1]))
 
 
 # ------------------------------------------------------------------ what is refused

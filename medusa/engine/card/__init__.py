@@ -9,6 +9,10 @@ so ``engine="auto"`` takes none of them; ``scripts/on_gpu.py`` asks a card about
     rotary_kernel.py     rotary angles, and keys and values that go to the cache
     attention_kernel.py  attention of the nodes of a tree over the cache
     joined_weights.py    linear layers of one input as one product
+    stored_blocks.py     matrices of a GGUF file in its own bits
+    block_kernels.py     products with these, and rows of them as numbers
+    block_modules.py     linear layers and embeddings that hold them
+    file_loading.py      a GGUF file as a base that holds them
 
 All modules here but ``support.py`` import Triton, so they are imported where they are used.
 """

@@ -21,8 +21,8 @@ from torch import Tensor
 PART = 256
 """Slots that one program reads; a card has to say whether another number is faster."""
 MOST_TILE_ROWS = 64
-"""Rows of a tile, at most, where numbers have 16 bits. In float32 a tile has the fewest, always, since a
-product of another shape may sum in another order."""
+"""Rows of a tile, at most, where numbers have 16 bits; half as many where a head has 256 numbers. In float32 a
+tile has the fewest, always, since a product of another shape may sum in another order."""
 FEWEST_TILE_ROWS = 16
 """What ``tl.dot`` takes, at least."""
 TILE_BYTES = 16384
@@ -173,12 +173,12 @@ def tree_attention(
         block = min(block, 16)
         num_warps = 8
     elif num_nodes * group > tile:
-        tile = min(triton.next_power_of_2(num_nodes * group), MOST_TILE_ROWS)
+        most_rows = min(MOST_TILE_ROWS, TILE_BYTES // 2 // max(key_block, value_block))
+        tile = min(triton.next_power_of_2(num_nodes * group), most_rows)
         num_warps = 8
     num_parts = triton.cdiv(num_slots, PART)
-    parts = (num_rows, num_nodes, num_heads, num_parts)
-    sums = queries.new_empty(*parts, value_width, dtype=torch.float32)
-    tops = queries.new_empty(parts, dtype=torch.float32)
+    tops = queries.new_empty(num_rows, num_nodes, num_heads, num_parts, dtype=torch.float32)
+    sums = tops.new_empty(*tops.shape, value_width)
     totals = torch.empty_like(tops)
     grid = (triton.cdiv(num_nodes * group, tile), num_rows * key_heads, num_parts)
     is_added = mask.dtype != torch.bool

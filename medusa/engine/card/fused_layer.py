@@ -32,7 +32,7 @@ from medusa.base.causal_lm import (
     tree_inputs,
 )
 from medusa.engine.card.attention_kernel import tree_attention
-from medusa.engine.card.joined_weights import JoinedWeights
+from medusa.engine.card.joined_weights import KeepsModules, joined_product
 from medusa.engine.card.rotary_kernel import turned_queries
 from medusa.engine.card.row_kernels import NormWeights, gated, sum_and_norm
 from medusa.trees.candidate_tree import CandidateTree
@@ -58,10 +58,6 @@ LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 """Norms of a head's queries and keys, which attention may have (Qwen3)."""
 GATED_UNIT = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-
-
-class KeepsModules(ValueError):
-    """A layer keeps its modules, for the reason that the message says."""
 
 
 @dataclass
@@ -93,8 +89,8 @@ class AttentionParts:
             raise KeepsModules(f"{type(attention).__name__} is made of {', '.join(sorted(children))}")
         if not attention._parameters.keys() <= {"sinks"}:
             raise KeepsModules(f"{type(attention).__name__} has weights of its own")
-        self.rows = JoinedWeights([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.output = JoinedWeights([attention.o_proj])
+        self.rows = joined_product([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.output = joined_product([attention.o_proj])
         self.width = int(attention.head_dim)
         self.head_norms: tuple[NormWeights, NormWeights] | None = None
         if children & HEAD_NORMS:
@@ -130,8 +126,8 @@ class GatedParts:
     def __init__(self, unit: Any):
         if {*unit._modules} != GATED_UNIT or unit._parameters:
             raise KeepsModules(f"{type(unit).__name__} is made of {', '.join(sorted(unit._modules))}")
-        self.gates = JoinedWeights([unit.gate_proj, unit.up_proj])
-        self.down = JoinedWeights([unit.down_proj])
+        self.gates = joined_product([unit.gate_proj, unit.up_proj])
+        self.down = joined_product([unit.down_proj])
         self.is_silu = _is_silu(unit.act_fn)
 
     def __call__(self, normed: Tensor) -> Tensor:

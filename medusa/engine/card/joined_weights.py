@@ -1,45 +1,57 @@
-"""Linear layers of one input as one product, whose weights lie one below the other in memory."""
+"""Linear layers of one input as one product, whose weights lie one below the other in memory.
+
+The parameters, or blocks, of the layers become parts of the joined ones, so that no weight is held twice.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medusa.engine.card.block_modules import QuantisedLinear, block_products
+from medusa.engine.card.stored_blocks import StoredBlocks
 
-class JoinedWeights:
-    """The outputs of ``linears`` side by side, from one product: (..., in) -> (..., all outs).
 
-    Their parameters become views of the joined weight, so that no weight is held twice, and a write to one of
-    them is a write to it.
-    """
+class KeepsModules(ValueError):
+    """A layer keeps its modules, for the reason that the message says."""
 
-    def __init__(self, linears: Sequence[nn.Linear]):
-        self.weight = _joined(linears)
-        """(all outs, in)."""
-        self.bias = _joined_biases(linears)
-        """(all outs,), or None."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+Product = Callable[[Tensor], Tensor]
+"""(..., in) -> (..., all outs)."""
 
 
 @torch.no_grad()
-def _joined(linears: Sequence[nn.Linear]) -> Tensor:
-    weights = [linear.weight.detach() for linear in linears]
-    first = weights[0]
-    if len(weights) == 1:
-        return first
-    rows = sum(map(len, weights))
-    if all(_follows(one, other) for one, other in itertools.pairwise(weights)):
-        return first.as_strided((rows, first.shape[1]), first.stride())
-    joined = torch.cat(weights)
-    for linear, part in zip(linears, joined.split([*map(len, weights)]), strict=True):
-        linear.weight.data = part
-    return joined
+def joined_product(linears: Sequence[Any]) -> Product:
+    """The outputs of ``linears``, which have one input, side by side.
+
+    Raises:
+        KeepsModules: they are of other classes than ``nn.Linear`` and :class:`QuantisedLinear`, or of both.
+    """
+    kinds = {type(linear) for linear in linears}
+    bias = _joined_biases(linears)
+    if kinds == {nn.Linear}:
+        weight = in_one_piece([linear.weight.detach() for linear in linears])
+        for linear, part in zip(linears, _parts(weight, linears), strict=True):
+            linear.weight.data = part
+        return lambda x: F.linear(x, weight, bias)
+    if kinds == {QuantisedLinear}:
+        matrices = _joined_blocks(linears)
+        return lambda x: block_products(x, matrices, bias)
+    raise KeepsModules(f"its linear layers are of {', '.join(sorted(kind.__name__ for kind in kinds))}")
+
+
+def in_one_piece(tensors: Sequence[Tensor]) -> Tensor:
+    """``tensors`` (out, ...), one below the other: a copy, unless they lie in memory so already."""
+    first = tensors[0]
+    if all(_follows(one, other) for one, other in itertools.pairwise(tensors)):
+        return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
+    return torch.cat([*tensors])
 
 
 def _follows(one: Tensor, other: Tensor) -> bool:
@@ -49,7 +61,29 @@ def _follows(one: Tensor, other: Tensor) -> bool:
     return same_memory and are_whole and one.data_ptr() + one.nbytes == other.data_ptr()
 
 
-def _joined_biases(linears: Sequence[nn.Linear]) -> Tensor | None:
+def _parts(whole: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
+    return whole.split([linear.out_features for linear in linears])
+
+
+def _joined_blocks(linears: Sequence[QuantisedLinear]) -> list[StoredBlocks]:
+    """The matrices of ``linears``, those of one type that follow each other as one."""
+    joined = []
+    for _, group in itertools.groupby(linears, key=lambda linear: linear.matrix.type):
+        alike = [*group]
+        first = alike[0].matrix
+        planes: dict[str, Any] = {
+            name: in_one_piece([linear.matrix.planes[name] for linear in alike])
+            for name in first.planes
+            if name != "table"
+        }
+        for name, plane in planes.items():
+            for linear, part in zip(alike, _parts(plane, alike), strict=True):
+                setattr(linear.matrix, name, part)
+        joined.append(replace(first, **planes))
+    return joined
+
+
+def _joined_biases(linears: Sequence[Any]) -> Tensor | None:
     if all(linear.bias is None for linear in linears):
         return None
     biases = [

@@ -24,6 +24,11 @@ def is_on_a_card(base: CausalLM) -> bool:
     return kinds_of_devices(base) == {"cuda"}
 
 
+def is_card(device: torch.device) -> bool:
+    """Whether ``device`` is a CUDA device."""
+    return str(device).startswith("cuda")
+
+
 def card_unsupported_reason(base: CausalLM) -> str | None:
     """The missing requirement of :func:`fused_on_card` for ``base``, which is on a card; None if there is
     none."""
@@ -62,12 +67,14 @@ def fused_on_card(base: CausalLM) -> CausalLM:
     views of it.
 
     Raises:
-        ValueError: none of its layers can be computed so.
+        ValueError: none of its layers can be computed so, and it holds no blocks of a file either.
     """
+    from medusa.engine.card.block_modules import QuantisedLinear
     from medusa.engine.card.fused_layer import card_view, num_fused
 
     view, reasons = card_view(base)
-    if num_fused(view) == 0:
+    holds_blocks = any(type(module) is QuantisedLinear for module in base.modules())
+    if num_fused(view) == 0 and not holds_blocks:
         raise ValueError(
             f"engine='packed' knows no layer of {type(base).__name__} on a card: {'; '.join(reasons)}; use "
             "engine='eager'"
