@@ -130,9 +130,7 @@ def test_many_rows_are_multiplied_by_the_widened_matrix():
 
 def test_a_base_that_was_moved_is_refused():
     linear, _ = linear_of(Type.Q4_0, 8, 32, 0)
-    with pytest.raises(
-        ValueError, match="holds the blocks of its file on .* moved to meta since; load it again"
-    ):
+    with pytest.raises(ValueError, match="was moved to meta since; load it again"):
         linear(torch.empty(1, 32, device="meta"))
 
 

@@ -6,10 +6,15 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import GROUPED, left_padded, random_heads, random_prompts
+from gguf import GGMLQuantizationType as Type
+from quantised_files import write_model
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import pretended_card
 from medusa import CandidateTree, MedusaModel
+from medusa.base.loading import find_base
+from medusa.cli.loading import load_base_on
+from medusa.engine.card.block_modules import QuantisedLinear, QuantisedLookup
 from medusa.engine.card.fused_layer import num_fused
 from pretended_card import PretendedGraph, triton_launches  # noqa: F401
 
@@ -73,3 +78,52 @@ def test_on_a_card_auto_takes_no_kernels_and_int8_is_refused():
     assert MedusaModel(base).runtime.engine == "eager"
     with pytest.raises(ValueError, match="engine='int8' needs a float32 model on the CPU"):
         MedusaModel(base, engine="int8")
+
+
+# ------------------------------------------------------------------ files
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("file") / "model.gguf"
+    return write_model(path, matrices=Type.Q4_0, others=Type.Q8_0, hidden=64, is_tied=False)
+
+
+def holds_blocks(base):
+    return any(type(module) in (QuantisedLinear, QuantisedLookup) for module in base.modules())
+
+
+@pytest.mark.parametrize("step", ["general", "captured"])
+def test_a_file_keeps_its_bits_and_writes_the_text_of_its_widened_weights(file, step):
+    call = {"do_sample": False, "max_new_tokens": 5}
+    prompt = random_prompts(1, 6)
+    options = {"device_map": "cuda", "dtype": torch.float32}
+    widened = MedusaModel.from_pretrained(file, **options)
+    packed = MedusaModel.from_pretrained(file, **options, engine="packed")
+    assert holds_blocks(packed.base) and not holds_blocks(widened.base)
+    assert num_fused(packed.engine_base) == 2 and packed.runtime.engine == "packed"
+    plain = widened.generate(prompt.to("cuda"), **call, tree=CandidateTree.chain(0))
+    assert packed.generate(prompt.to("cuda"), **call, drafter="suffix", step=step).tolist() == plain.tolist()
+
+
+def test_commands_hold_blocks_only_where_they_are_asked_to(file):
+    source = find_base(file)
+    card = torch.device("cuda", 0)
+    packed = load_base_on(card, source, "float16", "packed")
+    assert holds_blocks(packed) and packed.dtype == torch.float16
+    assert packed.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert load_base_on(card, source, None, "packed").dtype == torch.bfloat16
+    assert not holds_blocks(load_base_on(card, source, None, "auto"))
+    assert not holds_blocks(load_base_on(torch.device("cpu"), source, None, "eager"))
+
+
+def test_without_triton_neither_a_file_nor_a_base_is_taken_for_packed(file, monkeypatch):
+    base = base_of("llama").to("cuda")
+    for name in ("loading.triton_unsupported_reason", "card.support.triton_unsupported_reason"):
+        monkeypatch.setattr(f"medusa.engine.{name}", lambda device: "triton, which is not there")
+    for load in (
+        lambda: MedusaModel(base, engine="packed"),
+        lambda: MedusaModel.from_pretrained(file, device_map="cuda", engine="packed"),
+    ):
+        with pytest.raises(ValueError, match=r"engine='packed' needs triton, .*; use engine='eager'"):
+            load()

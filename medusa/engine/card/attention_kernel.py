@@ -21,8 +21,8 @@ from torch import Tensor
 PART = 256
 """Slots that one program reads; a card has to say whether another number is faster."""
 MOST_TILE_ROWS = 64
-"""Rows of a tile, at most, where numbers have 16 bits; half as many where a head has 256 numbers. In float32 a
-tile has the fewest, always, since a product of another shape may sum in another order."""
+"""Rows of a tile, at most, where numbers have 16 bits; half as many where a head has 256 numbers. In float32
+a tile has the fewest, always, since a product of another shape may sum in another order."""
 FEWEST_TILE_ROWS = 16
 """What ``tl.dot`` takes, at least."""
 TILE_BYTES = 16384
