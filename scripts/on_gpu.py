@@ -353,7 +353,8 @@ def packed_file(card: Card, kind: str) -> Answer:
     """A base of 8B shape whose matrices are all of one type: its memory, and milliseconds of a step."""
     from medusa.engine.card.block_modules import QuantisedLinear, QuantisedLookup
 
-    sizes = TINY | {"hidden_size": 256, "intermediate_size": 256} if card.is_tiny else SHAPES["8B"]
+    tiny = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 16}
+    sizes = TINY | tiny if card.is_tiny else SHAPES["8B"]
     dtype = torch.float32 if card.is_tiny else torch.bfloat16
     before = torch.cuda.memory_allocated(card.device) if card.device.type == "cuda" else 0
     with torch.device("meta"):
