@@ -155,7 +155,8 @@ def packed_questions(card: Card) -> Iterator[Question]:
             yield f"packed kernel: {name}, {dtype}", lambda *given: packed_kernel(card, *given)
     for step, drafter in product(card.steps, ("plain", "heads") if card.is_tiny else DRAFTERS):
         yield f"packed exact: {step}, {drafter}", lambda *given: packed_agreement(card, *given)
-    for shape, nodes in product(("8B", "1.5B"), (1, 8) if card.is_tiny else (1, 8, 64)):
+    sizes = [("8B", 8)] if card.is_tiny else product(("8B", "1.5B"), (1, 8, 64))
+    for shape, nodes in sizes:
         for engine in ("eager", "packed"):
             name = f"packed steps: {shape}, {card.steps[-1]}, {nodes} nodes, {engine}"
             yield name, lambda *given: packed_steps(card, *given)
@@ -353,7 +354,7 @@ def packed_file(card: Card, kind: str) -> Answer:
     """A base of 8B shape whose matrices are all of one type: its memory, and milliseconds of a step."""
     from medusa.engine.card.block_modules import QuantisedLinear, QuantisedLookup
 
-    tiny = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 16}
+    tiny = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
     sizes = TINY | tiny if card.is_tiny else SHAPES["8B"]
     dtype = torch.float32 if card.is_tiny else torch.bfloat16
     before = torch.cuda.memory_allocated(card.device) if card.device.type == "cuda" else 0
