@@ -154,6 +154,9 @@ def test_a_file_keeps_its_bits_and_gives_the_logits_of_its_widened_weights(tmp_p
     torch.testing.assert_close(base(input_ids=ids).logits, expected, atol=near, rtol=1e-4)
     view, reasons = card_view(base)
     assert num_fused(view) == 2 and not reasons
+    attention = base.model.layers[0].self_attn
+    assert view.model.layers[0].layer.self_attn.q_proj.matrix is attention.q_proj.matrix  # held once
+    assert attention.q_proj.matrix.codes.untyped_storage().nbytes() > attention.q_proj.matrix.codes.nbytes
     torch.testing.assert_close(base(input_ids=ids).logits, expected, atol=near, rtol=1e-4)
     for name in ("get_input_embeddings", "get_output_embeddings"):
         theirs = getattr(widened, name)().weight

@@ -19,9 +19,12 @@ from triton_device import DEVICE, DTYPES, NEAR
 
 from medusa import CandidateTree
 from medusa.base.attention import tree_attention_masks
+from medusa.engine.card import attention_kernel, block_kernels
 from medusa.engine.card.attention_kernel import PART, tree_attention
+from medusa.engine.card.block_kernels import block_product
 from medusa.engine.card.rotary_kernel import turned_queries
 from medusa.engine.card.row_kernels import NormWeights, gated, sum_and_norm
+from medusa.engine.card.stored_blocks import StoredBlocks
 
 
 @pytest.fixture(autouse=True)
@@ -211,11 +214,11 @@ def test_a_window_hides_what_lies_before_it(window):
     case = case_of(6, 2, 64, [3, 400], 410, window)
     assert_attends(case)
     queries, keys, values, mask = case
-    keys[1, :, : 400 - 300] = torch.nan  # no node sees these, and they are not read
-    values[1, :, : 400 - 300] = torch.nan
-    scale = 0.1
-    attended = tree_attention(queries, keys, values, mask, scale)
-    assert window == 300 or torch.isfinite(attended).all()
+    for entries in (keys, values):
+        entries[1].masked_fill_(~mask[1, 0].any(dim=0)[None, :, None], torch.nan)
+        entries[1, :, 384:] = 0  # of the blocks that a node sees a part of, all is read
+    attended = tree_attention(queries, keys, values, mask, 0.1)
+    assert torch.isfinite(attended).all() or window == 300
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -253,6 +256,32 @@ def test_a_node_has_the_same_bits_alone_in_a_tree_in_a_batch_and_in_a_longer_cac
             queries[at, nodes].clone(), keys[at], values[at], mask[at, :, nodes].clone(), 0.125
         )
         assert torch.equal(alone[0, 0], together[row, node])
+
+
+class Noted:
+    """In the place of a kernel: what its launches are compiled for, beside the types of their arguments."""
+
+    def __init__(self):
+        self.constants = []
+
+    def __getitem__(self, grid):
+        return lambda *args, **constants: self.constants.append(constants)
+
+
+def test_in_float32_one_code_serves_all_numbers_of_rows_and_nodes(monkeypatch):
+    """Products of other shapes may sum in another order, which the interpreter does not show."""
+    attended = Noted()
+    multiplied = Noted()
+    monkeypatch.setattr(attention_kernel, "_attended_parts", attended)
+    monkeypatch.setattr(attention_kernel, "_sum_of_parts", Noted())
+    monkeypatch.setattr(block_kernels, "_block_product", multiplied)
+    for num_nodes, num_rows in ((1, 1), (40, 1), (3, 2)):
+        tree_attention(*case_of(num_nodes, 2, 64, [5] * num_rows, 80), 0.1)
+    matrix = StoredBlocks.of(torch.zeros(9, 36, dtype=torch.uint8, device=DEVICE), 2)
+    for num_rows in (1, 20, 64):
+        block_product(noise(num_rows, 64), matrix, None, noise(num_rows, 9))
+    for first, *others in (attended.constants, multiplied.constants):
+        assert others == [first, first]
 
 
 # ------------------------------------------------------------------ compiled without a card

@@ -36,7 +36,7 @@ from triton_device import DEVICE, NEAR
 
 from medusa import CandidateTree, MedusaModel
 from medusa.base.causal_lm import new_cache, prefill, verify
-from medusa.engine.card.fused_layer import CardLayer, card_view, num_fused
+from medusa.engine.card.fused_layer import CardLayer, Handover, card_view, num_fused
 from medusa.engine.card.joined_weights import in_one_piece, joined_product
 from medusa.engine.card.support import (
     NO_TRITON,
@@ -154,6 +154,16 @@ def test_weights_of_one_product_lie_in_one_piece_and_none_is_held_twice():
     weights = [linear.weight.detach() for linear in linears]
     assert in_one_piece(weights).data_ptr() == addresses[0]
     assert torch.equal(in_one_piece(weights[::-1]), torch.cat(weights[::-1]))
+
+
+def test_a_norm_is_handed_over_for_the_sum_that_it_is_of_and_once():
+    handover = Handover()
+    hidden = torch.ones(1)
+    for asked_for, expected in ((hidden, True), (torch.ones(1), False)):
+        handover.sum = hidden
+        handover.normed = torch.zeros(1)
+        assert (handover.take(asked_for) is not None) == expected
+        assert handover.take(hidden) is None
 
 
 # ------------------------------------------------------------------ what is refused
