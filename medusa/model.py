@@ -21,7 +21,7 @@ from medusa.assets import DEFAULT_HEADS
 from medusa.base.architecture_check import check_base, check_is_model
 from medusa.base.causal_lm import CausalLM, lm_head_device, vocab_size
 from medusa.base.known_models import digest_of_files, heads_that_fit, learning_place
-from medusa.base.loading import BaseSource, find_base, load_base, load_tokenizer
+from medusa.base.loading import BaseSource, find_base, load_tokenizer
 from medusa.base.pooling import Pooling
 from medusa.base.profile import BaseProfile
 from medusa.decoding.adaptive import AdaptiveDrafting, DraftCosts
@@ -38,7 +38,7 @@ from medusa.drafters.references import References, SuffixCorpus, references_of
 from medusa.drafters.registry import MAX_OPTIONAL_NODES, DraftCall, DrafterFactory
 from medusa.engine.engine_state import EngineState
 from medusa.engine.identity import identity_of
-from medusa.engine.loading import PLACING, load_for_engine, load_own_heads
+from medusa.engine.loading import PLACING, load_for_engine, load_own_heads, load_placed
 from medusa.hardware import multiplies_in_float32, release_threads
 from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
 from medusa.heads.checkpoint import (
@@ -325,12 +325,12 @@ class MedusaModel:
         if source is not None:
             if isinstance(heads, HeadsCheckpoint):
                 check_heads_fit_source(heads.heads, source)
+            has_adapter = isinstance(heads, HeadsCheckpoint) and heads.adapter is not None
+            # an adapter changes the weights, so they are held as they are
             if not torch.cuda.is_available() and base_kwargs.keys().isdisjoint(PLACING):
-                has_adapter = isinstance(heads, HeadsCheckpoint) and heads.adapter is not None
-                # an adapter changes the weights, so they are held as they are
                 loaded = load_for_engine(source, "eager" if has_adapter else engine)
             else:
-                loaded = load_base(source)
+                loaded = load_placed(source, "eager" if has_adapter else engine)
         else:
             unread = sorted(base_kwargs if heads is None else base_kwargs.keys() - hub.keys())
             if unread:

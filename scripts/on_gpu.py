@@ -15,6 +15,8 @@ same        how much of it they give in bfloat16, where a pass over several node
 steps       of models of 8B and 0.5B shape: milliseconds of a step by kind of step and nodes, and memory
 kernels     where the time of a captured step goes
 attention   the first call at a new length and those that follow, by backend, nodes and length
+packed      the kernels in Triton that engine="packed" asks for: each beside torch's operators, the text, a
+            step with them and without, products with a file's own bits, and an 8B file that keeps them
 theirs      milliseconds a token of transformers, as it is and compiled over its static cache
 training    tokens a second: the states of the base alone, and heads trained on them
 """
@@ -42,6 +44,7 @@ import medusa
 from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.acceptance.sampling import gumbel_noise, hashed_bits
 from medusa.base.causal_lm import cache_argument, hidden_states
+from medusa.engine.card.support import fused_on_card, triton_unsupported_reason
 from medusa.hardware import device_name, wait_for
 
 Answer = Any
@@ -51,10 +54,14 @@ TINY = dict(zip(SIZES, (64, 128, 2, 4), strict=True)) | {"num_key_value_heads": 
 SHAPES: dict[str, dict[str, Any]] = {
     "8B": dict(zip(SIZES, (4096, 14336, 32, 32), strict=True))
     | {"num_key_value_heads": 8, "vocab_size": 128256},
+    "1.5B": dict(zip(SIZES, (1536, 8960, 28, 12), strict=True))
+    | {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
     "0.5B": dict(zip(SIZES, (896, 4864, 24, 14), strict=True))
     | {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
 }
-"""Of Llama 3.1 8B and of Qwen2.5 0.5B."""
+"""Of Llama 3.1 8B, and of Qwen2.5 1.5B and 0.5B."""
+BLOCKS = {"Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "Q8_0": 8, "Q4_0": 2}
+"""Types of a file's matrices, as GGUF numbers them."""
 RULES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 20, "seed": 3},
@@ -120,7 +127,8 @@ def questions(card: Card) -> Iterator[Question]:
     for step, drafter in product(card.steps, DRAFTERS):
         yield f"same: {step}, {drafter}, greedy", lambda *given: agreement(card, torch.bfloat16, *given)
     fast = card.steps[-1]
-    for shape in SHAPES:
+    yield from packed_questions(card)
+    for shape in ("8B", "0.5B"):
         for nodes, step in product((1, 64, 8), reversed(card.steps)):
             yield f"steps: {shape}, {step}, {nodes} nodes", lambda *given: seconds_of_steps(card, *given)
             if step == "captured" and nodes != 8:
@@ -134,6 +142,29 @@ def questions(card: Card) -> Iterator[Question]:
     if card.device.type == "cuda" and not card.is_tiny:
         yield "theirs: compiled, static cache", lambda: theirs_compiled(card)
     yield "training", lambda: training(card)
+
+
+def packed_questions(card: Card) -> Iterator[Question]:
+    """Those about the kernels in Triton. Where they do not run, the one answer is why."""
+    lacks = triton_unsupported_reason(card.device)
+    if lacks is not None:
+        yield "packed: all", lambda: {"left out": lacks}
+        return
+    for name, dtype in product(("rows", "angles", "attention", "gate"), ("float32", "bfloat16")):
+        if not card.is_tiny or dtype == "float32":  # Triton's interpreter knows no bfloat16
+            yield f"packed kernel: {name}, {dtype}", lambda *given: packed_kernel(card, *given)
+    for step, drafter in product(card.steps, ("plain", "heads") if card.is_tiny else DRAFTERS):
+        yield f"packed exact: {step}, {drafter}", lambda *given: packed_agreement(card, *given)
+    sizes = [("8B", 8)] if card.is_tiny else product(("8B", "1.5B"), (1, 8, 64))
+    for shape, nodes in sizes:
+        for engine in ("eager", "packed"):
+            name = f"packed steps: {shape}, {card.steps[-1]}, {nodes} nodes, {engine}"
+            yield name, lambda *given: packed_steps(card, *given)
+            if engine == "packed" and card.steps[-1] == "captured" and not card.is_tiny:
+                yield f"packed shares: {shape}, {nodes} nodes", lambda *_: kernels(card)
+    for kind, rows in product(BLOCKS, (1,) if card.is_tiny else (1, 16, 64)):
+        yield f"packed product: {kind}, {rows} rows", lambda *given: packed_product(card, *given)
+    yield "packed file: Q4_K", lambda *given: packed_file(card, *given)
 
 
 # ------------------------------------------------------------------ answers
@@ -169,11 +200,15 @@ def seconds_of_steps(card: Card, shape: str, step: str, nodes: str, drafter: str
     if num_nodes > 1:
         heads = MedusaHeads(HeadsConfig(config.hidden_size, config.vocab_size, 4))
     runs = MedusaModel(model, heads, None if heads is None else bushy(num_nodes))
+    return timed_steps(card, runs, step, drafter if heads else "plain")
+
+
+def timed_steps(card: Card, runs: MedusaModel, step: str, drafter: str) -> Answer:
     counted = DecodingStatistics()
     for _ in range(2):
         counted = DecodingStatistics()
         given = {"do_sample": False, "max_new_tokens": 6 if card.is_tiny else 65, "step": step}
-        options = {**given, "statistics": counted, "drafter": drafter if heads else "plain"}
+        options = {**given, "statistics": counted, "drafter": drafter}
         for _ in runs.stream(card.prompt(1, 16 if card.is_tiny else 400), **options):
             pass
         wait_for(card.device)
@@ -206,6 +241,145 @@ def kernels(card: Card) -> Answer:
     longest = sorted(found, reverse=True)[:12]
     totals = {"kernels ms": sum(each[0] for each in found), "kernels": sum(each[1] for each in found)}
     return {"replay ms": replay, **totals, "longest": longest}
+
+
+def packed_kernel(card: Card, name: str, dtype_name: str) -> Answer:
+    """The largest difference to torch's operators in float32, and milliseconds of both in this type."""
+    from medusa.engine.card.attention_kernel import tree_attention
+    from medusa.engine.card.rotary_kernel import turned_queries
+    from medusa.engine.card.row_kernels import NormWeights, gated, sum_and_norm
+
+    options: Any = {"device": card.device, "dtype": getattr(torch, dtype_name)}
+    nodes, heads, groups, width, slots = (5, 4, 2, 16, 64) if card.is_tiny else (64, 32, 8, 128, 4096)
+    rows = torch.randn(1, nodes, (heads + 2 * groups) * width, **options)
+    keys, values = (torch.randn(1, groups, slots, width, **options) for _ in range(2))
+    mask = torch.ones(1, 1, nodes, slots, device=card.device, dtype=torch.bool).tril(slots - nodes)
+    half = rows.shape[-1] // 2
+
+    def ours() -> torch.Tensor:
+        if name == "rows":
+            return sum_and_norm(rows, rows, NormWeights(rows[0, 0], 1e-6))[1]
+        if name == "gate":
+            return gated(rows, is_silu=True)
+        angles = rows[..., :width].contiguous()
+        places = torch.arange(nodes, device=card.device)[None]
+        if name == "angles":
+            return turned_queries(rows, angles, angles, places, keys.clone(), values.clone())
+        queries = rows[..., : heads * width].unflatten(2, (heads, width)).contiguous()
+        return tree_attention(queries, keys, values, mask, width**-0.5)
+
+    def theirs(as_type: torch.dtype) -> torch.Tensor:
+        given = rows.to(as_type)
+        if name == "rows":
+            return F.rms_norm(given + given, given.shape[-1:], given[0, 0], 1e-6)
+        if name == "gate":
+            return F.silu(given[..., :half]) * given[..., half:]
+        queries = given[..., : heads * width].unflatten(2, (heads, width)).transpose(1, 2)
+        if name == "angles":
+            angles = given[:, None, :, :width]
+            first, second = queries.chunk(2, dim=-1)
+            return (queries * angles + torch.cat([-second, first], dim=-1) * angles).transpose(1, 2)
+        entries = [entry.to(as_type) for entry in (keys, values)]
+        return F.scaled_dot_product_attention(queries, *entries, attn_mask=mask, enable_gqa=True).transpose(
+            1, 2
+        )
+
+    expected = theirs(torch.float32)
+    difference = float((ours().float() - expected).abs().max() / expected.abs().max())
+    times = {"ms": card.milliseconds(ours), "theirs ms": card.milliseconds(lambda: theirs(rows.dtype))}
+    return {"difference": difference, **times}
+
+
+def packed_model(card: Card, base: Any, engine: str, num_nodes: int) -> MedusaModel:
+    """A model that computes its layers with the kernels, or for "eager" with its modules."""
+    config, heads = base.config, None
+    if num_nodes > 1:
+        heads = MedusaHeads(HeadsConfig(config.hidden_size, config.vocab_size, 3))
+    tree = None if heads is None else bushy(num_nodes)
+    if engine == "packed" and card.device.type != "cuda":  # in the interpreter; there the name means others
+        return MedusaModel(fused_on_card(base), heads, tree, engine="eager")
+    return MedusaModel(base, heads, tree, engine=engine)
+
+
+def packed_agreement(card: Card, step: str, drafter: str) -> Answer:
+    """The fraction of the text that equals plain decoding by the same kernels, and by the modules."""
+    base, prompt = card.base(torch.float32, TINY), card.prompt(2, 9 if card.is_tiny else 40)
+    options = {"do_sample": False, "max_new_tokens": 3 if card.is_tiny else 60}
+    plain = packed_model(card, base, "eager", 1).generate(prompt, **options, drafter="plain")
+    model = packed_model(card, base, "packed", 8)
+    alone = model.generate(prompt, **options, drafter="plain", step="general")
+    answer = model.generate(prompt, **options, drafter=drafter, step=step)
+    shares = [float((answer == text)[:, prompt.shape[1] :].float().mean()) for text in (alone, plain)]
+    return {"same": shares}
+
+
+def packed_steps(card: Card, shape: str, step: str, nodes: str, engine: str) -> Answer:
+    num_nodes = int(nodes.split()[0])
+    base = card.base(torch.float32, TINY) if card.is_tiny else card.large(shape)
+    model = packed_model(card, base, engine, num_nodes)
+    return timed_steps(card, model, step, "heads" if num_nodes > 1 else "plain")
+
+
+def random_blocks(card: Card, kind: int, num_outputs: int, num_inputs: int) -> Any:
+    """A matrix of any codes, with scales that keep products about one."""
+    from medusa.engine.card.stored_blocks import FORMS, StoredBlocks
+
+    form = FORMS[kind]
+    num_bytes = num_inputs // form.block * form.num_bytes
+    rows = torch.randint(256, (num_outputs, num_bytes), dtype=torch.uint8, device=card.device)
+    matrix = StoredBlocks.of(rows, kind)
+    matrix.scales.fill_(1e-5)
+    if matrix.minima is not None:
+        matrix.minima.fill_(1e-5)
+    return matrix
+
+
+def packed_product(card: Card, kind: str, rows: str) -> Answer:
+    """Milliseconds, and how much of the blocks is read a second, beside a product in bfloat16 of the shape of
+    the gates of 8B."""
+    from medusa.engine.card.block_kernels import block_product
+
+    num_outputs, num_inputs = (64, 256) if card.is_tiny else (28672, 4096)
+    dtype = torch.float32 if card.is_tiny else torch.bfloat16
+    matrix = random_blocks(card, BLOCKS[kind], num_outputs, num_inputs)
+    x = torch.randn(int(rows.split()[0]), num_inputs, device=card.device, dtype=dtype)
+    weight = torch.randn(num_outputs, num_inputs, device=card.device, dtype=dtype)
+    products = x.new_empty(len(x), num_outputs)
+    taken = card.milliseconds(lambda: block_product(x, matrix, None, products))["median"]
+    theirs = card.milliseconds(lambda: F.linear(x, weight))["median"]
+    return {"ms": taken, "GB/s": matrix.num_bytes / taken / 1e6, "bfloat16 ms": theirs}
+
+
+def packed_file(card: Card, kind: str) -> Answer:
+    """A base of 8B shape whose matrices are all of one type: its memory, and milliseconds of a step."""
+    from medusa.engine.card.block_modules import QuantisedLinear, QuantisedLookup
+
+    tiny = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    sizes = TINY | tiny if card.is_tiny else SHAPES["8B"]
+    dtype = torch.float32 if card.is_tiny else torch.bfloat16
+    before = torch.cuda.memory_allocated(card.device) if card.device.type == "cuda" else 0
+    with torch.device("meta"):
+        config = LlamaConfig(**sizes, max_position_embeddings=8192, eos_token_id=None, pad_token_id=0)
+        base = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+    for parent in list(base.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, torch.nn.Linear | torch.nn.Embedding):
+                held = QuantisedLinear if isinstance(child, torch.nn.Linear) else QuantisedLookup
+                matrix = random_blocks(card, BLOCKS[kind], *child.weight.shape)
+                setattr(parent, name, held(child, matrix, dtype))
+    for module in base.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                module._parameters[name] = torch.nn.Parameter(torch.ones_like(parameter, device=card.device))
+    base.model.rotary_emb = type(base.model.rotary_emb)(config).to(card.device)
+    answer: dict[str, Any] = {}
+    if card.device.type == "cuda":
+        answer["GiB"] = (torch.cuda.memory_allocated(card.device) - before) / 2**30
+    for num_nodes in (1,) if card.is_tiny else (1, 8, 64):
+        model = packed_model(card, base, "packed", num_nodes)
+        drafter = "heads" if num_nodes > 1 else "plain"
+        answer[f"{num_nodes} nodes"] = timed_steps(card, model, card.steps[-1], drafter)
+    return answer
 
 
 def attention(card: Card, backend: str, nodes: str, keys: str) -> Answer:
@@ -312,7 +486,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             _, _, given = name.partition(": ")
             said["answer"] = answer = ask(*given.split(", ")) if takes_words(name) else ask()
-            has_failed |= name.startswith("exact") and min(answer["same"]) < 1
+            has_failed |= name.startswith(("exact", "packed exact")) and min(answer["same"]) < 1
         except Exception as error:
             said["error"], has_failed = f"{type(error).__name__}: {error}"[:600], True
         print(json.dumps(said), flush=True)
@@ -321,7 +495,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def takes_words(name: str) -> bool:
     """Whether what is asked is said behind the colon of a question."""
-    return name.partition(": ")[0] in ("exact", "same", "steps", "kernels", "attention")
+    kind = name.partition(": ")[0]
+    return kind in ("exact", "same", "steps", "kernels", "attention") or kind.startswith("packed ")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ PLACES = {
     ),
     "tests of a type": Places(r"isinstance\(", 403, None),
     "names of functions that load a base": Places(
-        r"\b(?:load_base|load_for_engine|load_base_on|load_live|load_without_layers)\b", 43, 11
+        r"\b(?:load_base|load_for_engine|load_base_on|load_live|load_without_layers)\b", 41, 11
     ),
 }
 

@@ -130,8 +130,8 @@ def load_base(source: str | Path | BaseSource, **kwargs: Any) -> CausalLM:
     """
     source = find_base(source, **kwargs)
     if source.gguf is not None or (is_held_quantised(source) and not _finds_a_device(source)):
-        device = _one_device(source)
-        return load_widened(source, _widened_dtype(source, device)).to(device)
+        device = one_device(source)
+        return load_widened(source, widened_dtype(source, device)).to(device)
     arguments = {**source.arguments, "output_loading_info": True}
     with explained_damage(source.name):
         loaded: Any = auto_class(source.config).from_pretrained(source.name, **arguments)
@@ -181,7 +181,7 @@ def _finds_a_device(source: BaseSource) -> bool:
     return torch.cuda.is_available() or not source.arguments.keys().isdisjoint(("device_map", "tp_plan"))
 
 
-def _one_device(source: BaseSource) -> torch.device:
+def one_device(source: BaseSource) -> torch.device:
     """Where a base that is widened goes; ValueError for arguments that put it in several places."""
     places = source.arguments.get("device_map")
     if isinstance(places, Mapping) and list(places) == [""]:
@@ -200,7 +200,7 @@ def _one_device(source: BaseSource) -> torch.device:
     return torch.device(places or "cpu")
 
 
-def _widened_dtype(source: BaseSource, device: torch.device) -> torch.dtype:
+def widened_dtype(source: BaseSource, device: torch.device) -> torch.dtype:
     """The type to widen quantised weights to: where none is named float32 on a CPU, else bfloat16."""
     dtype = source.arguments.get("dtype") or (torch.float32 if device.type == "cpu" else "auto")
     if dtype == "auto":

@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 import medusa
 from medusa.assets import DEFAULT_HEADS, EMBEDDED_BASE, name_in_reports
 from medusa.base.causal_lm import CausalLM, context_length, end_ids
-from medusa.base.loading import BaseSource, find_base, is_held_quantised, load_base, load_tokenizer
+from medusa.base.loading import BaseSource, find_base, is_held_quantised, load_tokenizer
 from medusa.cli.option_types import AnsweringOptions, CompileOptions
 from medusa.cli.options import (
     EMBEDDED_HEADS,
@@ -40,7 +40,7 @@ from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import DrafterFactory, uses_model_heads
 from medusa.engine.libraries import NO_COMPILER, found_compiler
-from medusa.engine.loading import load_for_engine, load_own_heads
+from medusa.engine.loading import load_for_engine, load_own_heads, load_placed
 from medusa.engine.views import packed_bytes, share_of_outliers
 from medusa.hardware import use_threads
 from medusa.heads.adapter import apply_adapter
@@ -235,8 +235,7 @@ def load_base_on(
     type elsewhere, unless ``dtype`` is given."""
     if device.type == "cpu" and dtype in (None, "float32"):
         return load_for_engine(source, engine)
-    base: Any = load_base(source, dtype=dtype or "auto")
-    return base.to(device)
+    return load_placed(find_base(source, dtype=dtype or "auto"), engine, device)
 
 
 def without_layers(name: str) -> CausalLM:

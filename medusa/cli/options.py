@@ -425,10 +425,10 @@ class ModelOptions:
     """Precision of the base; none is float32 on a CPU and the checkpoint's own elsewhere. Only float32
     promises exactly the tokens of plain decoding: lower precision can flip near-ties."""
     engine: Engine = "auto"
-    """eager: as loaded. packed: kernels made for this CPU, every weight as it is. auto: packed where it
-    applies. int8: the same with weights in int8, faster, but another model with a text of its own. A GGUF
-    file that is quantised keeps its own numbers; auto and int8 round what they are multiplied with to 8 bits,
-    as llama.cpp does, and packed does not."""
+    """eager: as loaded. packed: kernels made for this CPU, every weight as it is; on a card kernels that no
+    card has run yet. auto: packed where it applies, on a CPU. int8: the same with weights in int8, faster,
+    but another model with a text of its own. A GGUF file that is quantised keeps its own numbers; auto and
+    int8 round what they are multiplied with to 8 bits, as llama.cpp does, and packed does not."""
     step: StepKind | None = None
     """How steps run. compiled: layers and drafts compiled for this machine, a minute once, then the fastest
     on a CPU. general: nothing is compiled. static: fixed shapes that never wait for the host. captured: those

@@ -5,6 +5,8 @@
                   precision, quantised, sharded
     packed        the kernels, every weight exactly, in the      float32 on a CPU; kernels   as with eager
                   narrowest type or in twelve bits               of a wheel, or a compiler
+    packed,       kernels in Triton (medusa/engine/card), which  one CUDA card; Triton       as with eager
+    on a card     no card has run yet; a GGUF file in its bits
     int8          the kernels, int8 weights with a scale per     as packed                   the int8 model's
                   output channel
     auto          packed where it applies, eager elsewhere       nothing                     as with eager

@@ -10,6 +10,7 @@ import torch
 
 from medusa.base.causal_lm import CausalLM, lm_head, lm_head_device, with_rules
 from medusa.console import log_console
+from medusa.engine.card.support import card_unsupported_reason, fused_on_card, is_on_a_card
 from medusa.engine.kernels import kernels_unsupported_reason
 from medusa.engine.matrix_rule import matrix_rule
 from medusa.engine.optimized_heads import optimized_heads
@@ -41,9 +42,12 @@ def apply_engine(base: CausalLM, engine: Engine) -> CausalLM:
                 f"been cast or moved since, to {base.dtype} on {base.device}; load it again"
             )
         return with_rules(base, matrix_rule)
-    lacks = packed_unsupported_reason(base)
+    is_for_card = engine == "packed" and is_on_a_card(base)
+    lacks = card_unsupported_reason(base) if is_for_card else packed_unsupported_reason(base)
     if lacks is not None:
         raise ValueError(f"engine={engine!r} needs {lacks}; use engine='eager'")
+    if is_for_card:
+        return fused_on_card(base)
     return with_rules(view_of(base, int8=engine == "int8"), matrix_rule)
 
 

@@ -34,9 +34,12 @@ from medusa.base.loading import (
     gguf_path,
     is_held_quantised,
     load_base,
+    one_device,
+    widened_dtype,
 )
 from medusa.base.stored_weights import StoredWeights
 from medusa.base.text_part import empty_model, text_part
+from medusa.engine.card.support import is_card, triton_unsupported_reason
 from medusa.engine.file_weights import (
     NarrowEmbedding,
     is_lookup,
@@ -91,6 +94,27 @@ def load_for_engine(source: str | Path | BaseSource, engine: Engine, **kwargs: A
     # what other code computes for itself while it is made, in the narrow type, cannot be computed anew; and
     # an adapter that lies beside the weights, which transformers puts on, was rounded to that type
     return load_base(source, dtype=torch.float32)
+
+
+def load_placed(source: BaseSource, engine: Engine, device: torch.device | None = None) -> CausalLM:
+    """The base at ``source`` on ``device``, or where its arguments place it, as ``transformers`` computes; a
+    GGUF file that goes to a card for ``engine="packed"`` is held in its own bits.
+
+    Raises:
+        FileNotFoundError: as :func:`medusa.base.loading.load_base`.
+        ValueError: so too, or the card cannot compute with the file's bits.
+    """
+    if engine == "packed" and source.gguf is not None:
+        place = device or one_device(source)
+        if is_card(place):
+            lacks = triton_unsupported_reason(place)
+            if lacks is not None:
+                raise ValueError(f"engine={engine!r} needs {lacks}; use engine='eager'")
+            from medusa.engine.card.file_loading import load_blocks  # which imports Triton
+
+            return load_blocks(source, place, widened_dtype(source, place))
+    base: Any = load_base(source)
+    return base if device is None else base.to(device)
 
 
 def held_bytes(source: BaseSource, engine: Engine) -> int:

@@ -359,7 +359,7 @@ def _given(weight: QuantisedRows | Tensor) -> ReadsWeight:
     return lambda: weight
 
 
-def _file_matrices(
+def file_matrices(
     file: GGUFFile, model: nn.Module, weights: Mapping[str, NamedWeight], types: Collection[int]
 ) -> Iterator[tuple[str, nn.Linear | nn.Embedding, list[TensorEntry], Order]]:
     """The weights of linear layers and embeddings of ``model`` that are matrices of one of ``types`` in the
@@ -380,7 +380,7 @@ def _file_matrices(
             yield name, cast("nn.Linear | nn.Embedding", module), parts, order
 
 
-def _check_shapes(module: nn.Linear | nn.Embedding, parts: Sequence[TensorEntry]) -> None:
+def check_shapes(module: nn.Linear | nn.Embedding, parts: Sequence[TensorEntry]) -> None:
     """Raise ValueError if ``parts`` are not the rows of the weight of ``module``."""
     num_rows, *rest = module.weight.shape
     if len(parts) == 1 or sum(part.shape[0] for part in parts) != num_rows:
@@ -395,8 +395,8 @@ def _file_modules(
     """The linear layers and embeddings of ``model``, with the LM head ``head``, that can hold their weight as
     the file has it, by the name of that weight: the parts of each, one below the other."""
     modules: dict[str, tuple[nn.Module, list[QuantisedRows]]] = {}
-    for name, module, parts, order in _file_matrices(file, model, weights, gguf_types()):
-        _check_shapes(module, parts)
+    for name, module, parts, order in file_matrices(file, model, weights, gguf_types()):
+        check_shapes(module, parts)
         if order.moves and (isinstance(module, nn.Embedding) or module is head):
             continue
         inputs = None if order.columns is None else order.columns.argsort()
@@ -423,7 +423,7 @@ def _joined_rows(parts: Sequence[QuantisedRows], release: Callable[[Tensor], Ten
 def _file_floats(file: GGUFFile, base: CausalLM, weights: Mapping[str, NamedWeight]) -> dict[str, Tensor]:
     """The matrices of ``base`` that are floats in the file, in their own type, by name."""
     matrices = {}
-    for name, module, parts, order in _file_matrices(file, base, weights, FLOAT_TYPES):
+    for name, module, parts, order in file_matrices(file, base, weights, FLOAT_TYPES):
         values = file.plain(parts[0].name)
         if len(parts) > 1:
             values = torch.cat([values, *(file.plain(part.name) for part in parts[1:])])

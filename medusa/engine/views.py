@@ -124,9 +124,20 @@ def packed_as(base: CausalLM) -> Literal["packed", "int8"] | None:
 
 def float32_unsupported_reason(base: CausalLM) -> str | None:
     """The missing requirement of a CPU engine with float32 weights for ``base``; None if there is none."""
-    devices = {parameter.device.type for parameter in base.parameters()}
+    devices = kinds_of_devices(base)
     if base.dtype != torch.float32 or devices != {"cpu"}:
         return f"a float32 model on the CPU, got {base.dtype} on {', '.join(sorted(devices))}"
+    return unplain_reason(base)
+
+
+def kinds_of_devices(base: CausalLM) -> set[str]:
+    """The kinds of devices that the weights of ``base`` are on."""
+    return {parameter.device.type for parameter in base.parameters()}
+
+
+def unplain_reason(base: CausalLM) -> str | None:
+    """What keeps modules of ours from computing in the place of those of ``base``, as a requirement that it
+    does not meet; None if nothing does."""
     if any(type(m) is nn.Linear and type(m.weight) is not nn.Parameter for m in base.modules()):
         return "plain weights, and this model's are quantised already"
     if len(set(getattr(base, "hf_device_map", {}).values())) > 1:

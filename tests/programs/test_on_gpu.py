@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -24,12 +25,24 @@ def answers(capsys) -> dict[str, dict]:
     return {each.pop("question"): each for each in found}
 
 
-def test_a_dry_run_answers_every_question_on_a_cpu(on_gpu, capsys):
+def test_a_dry_run_answers_every_question_on_a_cpu(on_gpu, capsys, monkeypatch):
+    monkeypatch.setattr(on_gpu, "triton_unsupported_reason", lambda device: "no triton")  # see the next test
     assert on_gpu.main(["--dry-run"]) == 0
     found = answers(capsys)
     assert list(found) == [name for name, _ in on_gpu.questions(on_gpu.Card("cpu", True))]
     assert all("answer" in each for each in found.values())
     assert {each["answer"]["same"][1] for name, each in found.items() if name.startswith("exact")} == {1.0}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_a_dry_run_answers_the_questions_about_kernels_in_triton_by_its_interpreter(on_gpu, capsys):
+    assert on_gpu.main(["--dry-run", "--only", "packed"]) == 0
+    found = answers(capsys)
+    assert list(found) == [name for name, _ in on_gpu.packed_questions(on_gpu.Card("cpu", True))]
+    assert len(found) > 14 and all("answer" in each for each in found.values())
+    kernels = [each["answer"]["difference"] for name, each in found.items() if "kernel:" in name]
+    assert len(kernels) == 4 and max(kernels) < 1e-5
 
 
 def test_what_fails_is_an_answer_and_the_others_are_asked(on_gpu, capsys, monkeypatch):
