@@ -421,6 +421,21 @@ def tokens_missing(lengths: list[int], cache: TreeCache) -> list[int]:
     return missing if max(missing) > 0 else []
 
 
+def in_type(model: Any, dtype: torch.dtype) -> Any:
+    """``model``, computing in ``dtype``: all its numbers but the frequencies of rotary angles, which
+    ``transformers`` too keeps in float32. Rounded, they turn far positions by other angles."""
+    frequencies = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if name.endswith("inv_freq")
+    ]
+    model = model.to(dtype)
+    for module, name, buffer in frequencies:
+        module._buffers[name] = buffer
+    return model
+
+
 class CapturedHiddenStates:
     """The states that :func:`capture_hidden_states` records."""
 

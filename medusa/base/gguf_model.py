@@ -33,6 +33,7 @@ from transformers.modeling_gguf_pytorch_utils import (
     TensorProcessor,
 )
 
+from medusa.base.causal_lm import in_type
 from medusa.base.experts import arranged, expert_matrices, is_experts
 from medusa.base.gguf_architectures import (
     ARCHITECTURES,
@@ -514,4 +515,4 @@ def load_widened(file: GGUFFile, config: PreTrainedConfig, dtype: torch.dtype) -
     fill(model, file, placed_weights(file, model), dtype)
     model.tie_weights()
     check_filled(model, file)
-    return model.to(dtype) if dtype != torch.float32 else model
+    return in_type(model, dtype)

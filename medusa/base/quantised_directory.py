@@ -24,6 +24,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
+from medusa.base.causal_lm import in_type
 from medusa.base.experts import arranged, expert_matrices, is_experts, shape_of_experts
 from medusa.base.quantised_forms import (
     BLOCK,
@@ -446,7 +447,7 @@ class QuantisedDirectory:
         for name, stored in plain.items():
             set_weight(model, name, self.tensor(stored).to(dtype, copy=True))
         model.tie_weights()
-        return model.to(dtype)
+        return in_type(model, dtype)
 
     @property
     def described(self) -> str:

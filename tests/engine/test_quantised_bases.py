@@ -69,6 +69,15 @@ def test_in_float32_a_base_is_the_widened_one(architecture, files):
     assert not torch.allclose(in_whole_numbers, wide(ids).logits, atol=1e-4)
 
 
+def test_angles_are_not_rounded_where_weights_are_widened_to_bfloat16(files):
+    path = files("llama")
+    widened = load_base(path, dtype=torch.bfloat16)
+    own = type(widened)(widened.config).model.rotary_emb
+    assert widened.dtype == torch.bfloat16
+    for name in ("inv_freq", "original_inv_freq"):
+        assert torch.equal(getattr(widened.model.rotary_emb, name), getattr(own, name))
+
+
 def test_a_mixture_has_the_sizes_and_angles_of_its_file(files):
     config = find_base(files("gpt-oss", "Q5_0")).config
     assert config.head_dim == 32
