@@ -36,6 +36,7 @@ from medusa.decoding.step_plan import Steps
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.references import References, SuffixCorpus, references_of
 from medusa.drafters.registry import MAX_OPTIONAL_NODES, DraftCall, DrafterFactory
+from medusa.drafters.suffix import SuffixDrafter
 from medusa.engine.engine_state import EngineState
 from medusa.engine.identity import identity_of
 from medusa.engine.loading import PLACING, load_for_engine, load_own_heads, load_placed
@@ -51,7 +52,7 @@ from medusa.heads.checkpoint import (
 from medusa.heads.mtp import can_draft_itself
 from medusa.hub import HUB_ARGUMENTS
 from medusa.learning.idle_learning import IdleLearning
-from medusa.options import DrafterSettings, Engine, StepKind, check_read_by
+from medusa.options import ANY_SHAPE_STEPS, DrafterSettings, Engine, StepKind, check_read_by
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for, for_runtime
 
@@ -577,36 +578,43 @@ class MedusaModel:
             plain: draft nothing; the tokens are the same.
 
         Raises:
-            ValueError: this model's steps are static or captured, whose shape is fixed for a whole answer.
+            ValueError: steps of this model's kind cannot be drafted by its heads.
         """
         self._steps.check(self.step)
+        limits = limits or BatchLimits()
         heads = None if plain else self.heads
         if self.step == "compiled" and not plain:
             self.compile()  # before anybody waits for an answer
         if not self._engine_state.is_current():
             self.refresh()
-        runner = self._steps.runner_of_many(
+        plan = self._steps.plan_of_many(
             self.step,
+            limits.max_rows,
             () if heads is None else heads.aux_layers,
             keeps_features=_reads_features(heads),
         )
         factory = self._drafters
-        step: StepKind = "general" if self.step == "auto" else self.step
         in_float32 = multiplies_in_float32(self.profile.dtype, self.device)
 
-        def make_drafter(num_rows: int, has_references: bool) -> tuple[Drafter, AdaptiveDrafting | None]:
+        def make_drafter(
+            num_rows: int, has_references: bool, step: StepKind
+        ) -> tuple[Drafter, AdaptiveDrafting | None]:
             if self._drafters is not factory:
                 raise ValueError("the model has other heads since this batch was made; make a new batch")
             drafter = factory.make("plain") if plain else factory.default(num_rows, step, has_references)
             return drafter, self._costs.adaptive(drafter, in_float32, step, num_rows)
 
         trees = (self._default_tree, *(entry.tree for entry in self.tuned))
+        num_nodes = 1 if plain else max(tree.num_nodes for tree in trees) + MAX_OPTIONAL_NODES
+        depth = 0 if plain else max(SuffixDrafter().max_depth, *(tree.depth for tree in trees))
+        num_before = (plan.stepper.interval - 1) * (depth + 1)
         return Batch(
-            runner,
+            plan.runner,
+            plan.stepper,
             make_drafter,
             self._engine_state.staleness_check(),
-            limits or BatchLimits(),
-            max_nodes=1 if plain else max(tree.num_nodes for tree in trees) + MAX_OPTIONAL_NODES,
+            limits,
+            max_nodes=num_before + num_nodes,
         )
 
     def pooled_states(self, ids: Sequence[int], pooling: Pooling) -> PooledStates:
@@ -616,7 +624,7 @@ class MedusaModel:
         Raises:
             ValueError: as :meth:`continuous_batch`.
         """
-        return PooledStates(self._steps.runner_of_many(self.step), ids, pooling)
+        return PooledStates(self._steps.runner_of_texts(self.step), ids, pooling)
 
     def request(
         self,
@@ -729,12 +737,12 @@ class MedusaModel:
         statistics.setup_seconds += plan.setup_seconds
         batch = Batch(
             plan.runner,
+            plan.stepper,
             lambda *_: (drafter, adaptive),
             staleness_check,
             statistics=statistics,
-            static=plan.static,
         )
-        if self.prefixes is not None and plan.static is None and request.is_exact:
+        if self.prefixes is not None and step in ANY_SHAPE_STEPS and request.is_exact:
             batch.prefixes = self.prefixes
         steps = decode(batch, request, is_streamed)
         return steps if self.learning is None else self._learned_from(request, steps, self.learning)

@@ -11,8 +11,11 @@ a text that is not exact.
 versions    what runs, and which attention torch likes best
 noise       whether the noise that chooses tokens is that of the CPU, bit for bit
 exact       whether every kind of step and drafter gives the text of plain decoding, in float32
+            ("exact beside others": whether requests that join and leave a batch get the text of each alone)
 same        how much of it they give in bfloat16, where a pass over several nodes rounds otherwise
 steps       of models of 8B and 0.5B shape: milliseconds of a step by kind of step and nodes, and memory
+batch       the same by kind of step and rows that share it, as requests of a server do
+clients     of a batch that 1, 4 and 16 clients keep asking: tokens a second, and the wait for the first token
 kernels     where the time of a captured step goes
 attention   the first call at a new length and those that follow, by backend, nodes and length
 packed      the kernels in Triton that engine="packed" asks for: each beside torch's operators, the text, a
@@ -44,6 +47,7 @@ import medusa
 from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.acceptance.sampling import gumbel_noise, hashed_bits
 from medusa.base.causal_lm import cache_argument, hidden_states
+from medusa.decoding.batch import BatchLimits, Row
 from medusa.engine.card.support import fused_on_card, triton_unsupported_reason
 from medusa.hardware import device_name, wait_for
 
@@ -67,6 +71,10 @@ RULES: dict[str, dict[str, Any]] = {
     "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 20, "seed": 3},
 }
 DRAFTERS = ("plain", "heads", "dynamic-heads+suffix")
+WITH_WORDS = ("exact", "exact beside others", "same", "steps", "batch", "clients", "kernels", "attention")
+"""Questions that say behind a colon what is asked."""
+NUM_ROWS = (1, 4, 16)
+"""Requests that decode together."""
 
 
 class Card:
@@ -124,17 +132,26 @@ def questions(card: Card) -> Iterator[Question]:
     yield "noise", lambda: noise(card)
     for step, drafter, rule in product(card.steps, DRAFTERS, RULES):
         yield f"exact: {step}, {drafter}, {rule}", lambda *given: agreement(card, torch.float32, *given)
+    fast = card.steps[-1]
+    for num_rows, rule in product(NUM_ROWS, RULES):
+        yield (
+            f"exact beside others: {fast}, {num_rows} rows, {rule}",
+            lambda *given: shared_agreement(card, *given),
+        )
     for step, drafter in product(card.steps, DRAFTERS):
         yield f"same: {step}, {drafter}, greedy", lambda *given: agreement(card, torch.bfloat16, *given)
-    fast = card.steps[-1]
     yield from packed_questions(card)
-    for shape in ("8B", "0.5B"):
+    for shape in SHAPES:
         for nodes, step in product((1, 64, 8), reversed(card.steps)):
             yield f"steps: {shape}, {step}, {nodes} nodes", lambda *given: seconds_of_steps(card, *given)
             if step == "captured" and nodes != 8:
                 yield f"kernels: {shape}, {nodes} nodes", lambda *_: kernels(card)
         name = f"steps: {shape}, {fast}, 64 nodes, dynamic-heads+suffix"
         yield name, lambda *given: seconds_of_steps(card, *given)
+    for shape, num_rows, step in product(SHAPES, NUM_ROWS, (fast, "general")):
+        yield f"batch: {shape}, {step}, {num_rows} rows", lambda *given: seconds_of_rows(card, *given)
+    for num_clients, step in product(NUM_ROWS, (fast, "general")):
+        yield f"clients: 8B, {step}, {num_clients} clients", lambda *given: clients(card, *given)
     for is_cudnn, nodes, length in product((True, False), (1, 8, 64), (513, 514, 4096)):
         name = f"attention: {'with' if is_cudnn else 'without'} cuDNN, {nodes} nodes, {length} keys"
         yield name, lambda *given: attention(card, *given)
@@ -217,6 +234,89 @@ def timed_steps(card: Card, runs: MedusaModel, step: str, drafter: str) -> Answe
         answer["peak GiB"] = torch.cuda.max_memory_allocated(card.device) / 2**30
     card.last = runs
     return answer
+
+
+def shared_agreement(card: Card, step: str, rows: str, rule: str) -> Answer:
+    """The fraction of requests whose text is that of plain decoding alone; they join a few calls apart, and
+    no two are equally long."""
+    base, num_rows = card.base(torch.float32, TINY), int(rows.split()[0])
+    heads = MedusaHeads(HeadsConfig(TINY["hidden_size"], TINY["vocab_size"], 3))
+    model = MedusaModel(base, heads, bushy(12), step=step)
+    most = 6 if card.is_tiny else 40
+    asked = [(card.prompt(1, 10 + 3 * place), most + 2 * place) for place in range(2 * num_rows)]
+    shared = model.continuous_batch(BatchLimits(max_rows=num_rows))
+    requests = [Row(model.request(ids, **RULES[rule], max_new_tokens=most)) for ids, most in asked]
+    for row in requests:
+        shared.add(row)
+        shared.step()
+    while shared.is_busy:
+        shared.step()
+    same = 0
+    for row, (ids, most) in zip(requests, asked, strict=True):
+        plain = model.generate(
+            ids, **RULES[rule], max_new_tokens=most, tree=CandidateTree.chain(0), step="general"
+        )
+        same += row.tokens == plain[0, ids.shape[1] :].tolist()
+    return {"same": [same / len(requests)]}
+
+
+def shared_model(card: Card, shape: str, step: str) -> MedusaModel:
+    """A model of that shape with heads and a small tree, as pays where rows share passes."""
+    base = card.large(shape)
+    heads = MedusaHeads(HeadsConfig(base.config.hidden_size, base.config.vocab_size, 4))
+    return MedusaModel(base, heads, bushy(8), step=step)
+
+
+def request_of(card: Card, model: MedusaModel, num_tokens: int) -> Row:
+    prompt = card.prompt(1, 16 if card.is_tiny else 400)
+    return Row(model.request(prompt, do_sample=False, max_new_tokens=num_tokens))
+
+
+def seconds_of_rows(card: Card, shape: str, step: str, rows: str) -> Answer:
+    """The second time, when all is captured."""
+    model, num_rows = shared_model(card, shape, step), int(rows.split()[0])
+    shared = model.continuous_batch(BatchLimits(max_rows=num_rows))
+    for _ in range(2):
+        shared.statistics = counted = DecodingStatistics()
+        shared._clock.statistics = counted
+        for _ in range(num_rows):
+            shared.add(request_of(card, model, 6 if card.is_tiny else 65))
+        while shared.is_busy:
+            shared.step()
+        wait_for(card.device)
+    ms = 1e3 * counted.decode_seconds / max(1, counted.num_passes)
+    return {"ms": ms, "passes": counted.num_passes, "setup s": counted.setup_seconds}
+
+
+def clients(card: Card, shape: str, step: str, clients: str) -> Answer:
+    """Each asks again as soon as it is answered, three times, after a round that captures."""
+    model, num_clients = shared_model(card, shape, step), int(clients.split()[0])
+    shared = model.continuous_batch(BatchLimits(max_rows=num_clients))
+    num_tokens = 4 if card.is_tiny else 64
+    for num_rounds in (1, 3):
+        waits, num_left, num_written = [], num_clients * num_rounds, 0
+        began, asked_at = time.perf_counter(), {}
+        for _ in range(num_clients):
+            row = request_of(card, model, num_tokens)
+            shared.add(row)
+            asked_at[row] = time.perf_counter()
+            num_left -= 1
+        while shared.is_busy:
+            for output in shared.step():
+                if output.row in asked_at:
+                    waits.append(time.perf_counter() - asked_at.pop(output.row))
+                num_written += len(output.tokens)
+                if output.finish_reason is not None and num_left:
+                    row = request_of(card, model, num_tokens)
+                    shared.add(row)
+                    asked_at[row] = time.perf_counter()
+                    num_left -= 1
+        seconds = time.perf_counter() - began
+    return {
+        "tokens/s": num_written / seconds,
+        "first token s": statistics.median(waits),
+        "longest s": max(waits),
+    }
 
 
 def kernels(card: Card) -> Answer:
@@ -496,7 +596,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def takes_words(name: str) -> bool:
     """Whether what is asked is said behind the colon of a question."""
     kind = name.partition(": ")[0]
-    return kind in ("exact", "same", "steps", "kernels", "attention") or kind.startswith("packed ")
+    return kind in WITH_WORDS or kind.startswith("packed ")
 
 
 if __name__ == "__main__":

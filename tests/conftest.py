@@ -203,10 +203,10 @@ def decode(
     """The steps of one request; ``base`` may be :class:`Steps`, which keep what they have compiled."""
     steps = base if isinstance(base, Steps) else Steps(base)
     plan = steps.plan(step, drafter, request)
-    if plan.static is not None and host_sync_interval is not None:
-        plan.static.interval = host_sync_interval
+    if host_sync_interval is not None:
+        plan.stepper.interval = host_sync_interval
     guide = drafter, adaptive
-    batch = Batch(plan.runner, lambda *_: guide, statistics=statistics, static=plan.static)
+    batch = Batch(plan.runner, plan.stepper, lambda *_: guide, statistics=statistics)
     return decoded(batch, request)
 
 

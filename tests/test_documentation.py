@@ -106,8 +106,10 @@ def test_every_name_in_the_reference_can_be_imported():
     texts += [path.read_text() for path in DOCUMENTS]
     targets = [target for text in texts for target in re.findall(r"^::: (\S+)", text, re.MULTILINE)]
     assert len(targets) > 50
+    has_triton = importlib.util.find_spec("triton") is not None
     for target in targets:
-        importlib.import_module(target)
+        if has_triton or not target.startswith("medusa.engine.card."):  # which import it, where they are used
+            importlib.import_module(target)
     for module, name in re.findall(r"\]\[(medusa\.[\w.]+)\.(\w+)\]", "".join(texts)):
         assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
 

@@ -10,10 +10,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from medusa.trees.candidate_tree import TreeTopology
 
@@ -37,18 +40,28 @@ MOST_TREE_NODES = 64
 """Length of a chain above which each node's past is one range of slots, without listing the nodes."""
 
 
+MOST_MASKS = 4
+"""Masks of one pass that are kept: as many as it has types of layers."""
+
+POSITION_OPTIONS = ("position_ids", "cache_position")
+"""Tensors that a layer passes on to its attention without asking for more."""
+
 _pinning = threading.Lock()
 _num_pinned = 0
 _had_cudnn = True
+_pinned_here = threading.local()
 
 
 @contextmanager
 def pinned_attention(device: torch.device) -> Iterator[None]:
-    """Have passes on a card attend without cuDNN, which torch likes best in half precision: it makes a plan
-    for each new length of a text, which takes longer than a step, and on some cards its masked attention is
-    wrong where there are few heads of keys and values (pytorch#193893).
+    """Have passes of this thread on a card attend by :func:`grouped_attention`, and without cuDNN.
 
-    The switch is one for all threads: the last that leaves puts it back.
+    Torch likes cuDNN best in half precision: it makes a plan for each new length of a text, which takes
+    longer than a step, and on some cards its masked attention is wrong where there are few heads of keys and
+    values (pytorch#193893).
+
+    Both switches are one for all threads: the last that leaves puts them back. What other threads compute
+    stays ``transformers``' own.
     """
     global _num_pinned, _had_cudnn
     if device.type != "cuda":
@@ -58,14 +71,75 @@ def pinned_attention(device: torch.device) -> Iterator[None]:
         if not _num_pinned:
             _had_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
             torch.backends.cuda.enable_cudnn_sdp(False)
+            if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:  # else somebody has chosen another
+                ALL_ATTENTION_FUNCTIONS["sdpa"] = grouped_attention
         _num_pinned += 1
+    _pinned_here.masks = _FoldedMasks()
     try:
         yield
     finally:
+        _pinned_here.masks = None
         with _pinning:
             _num_pinned -= 1
             if not _num_pinned:
                 torch.backends.cuda.enable_cudnn_sdp(_had_cudnn)
+                if ALL_ATTENTION_FUNCTIONS["sdpa"] is grouped_attention:
+                    del ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a few nodes whose heads share keys and values in groups, which are not repeated: the nodes
+    of a group's G heads are G * N queries of one head.
+
+    query (B, H, N, W), key and value (B, H / G, S, W), attention_mask (B, 1, N, S) -> (B, N, H, W), None.
+    What other threads ask for, and all that is more than this, is computed by ``transformers``.
+    """
+    masks: _FoldedMasks | None = getattr(_pinned_here, "masks", None)
+    num_rows, num_heads, num_nodes, width = query.shape
+    num_groups = num_heads // key.shape[1]
+    is_tree = query.is_cuda and num_nodes <= MOST_TREE_NODES and num_groups > 1
+    is_masked = attention_mask is not None and attention_mask.shape[1] == 1
+    asks_more = bool(options.get("softcap") or options.get("dropout")) or any(
+        torch.is_tensor(option) for name, option in options.items() if name not in POSITION_OPTIONS
+    )
+    if masks is None or attention_mask is None or not (is_tree and is_masked) or asks_more:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    output = nn.functional.scaled_dot_product_attention(
+        query.reshape(num_rows, key.shape[1], num_groups * num_nodes, width),
+        key,
+        value,
+        attn_mask=masks.folded(attention_mask, num_groups, query.dtype),
+        scale=scaling,
+    )
+    return output.view(num_rows, num_heads, num_nodes, -1).transpose(1, 2).contiguous(), None
+
+
+class _FoldedMasks:
+    """The masks of :func:`grouped_attention`; the layers of one type share one."""
+
+    def __init__(self) -> None:
+        self._newest: list[tuple[Tensor, Tensor]] = []
+
+    def folded(self, mask: Tensor, num_groups: int, dtype: torch.dtype) -> Tensor:
+        """``mask`` (B, 1, N, S) of the nodes of each head for those of G = ``num_groups`` heads, (B, 1,
+        G * N, S) or (B, 1, 1, S), as it is added to scores: torch would make that of it in each layer."""
+        for source, folded in self._newest:
+            if source is mask and folded.dtype == dtype:
+                return folded
+        folded = mask if mask.shape[2] == 1 else mask.repeat(1, 1, num_groups, 1)
+        if mask.dtype == torch.bool:
+            folded = folded.log()  # 0 where it is true, and minus infinity elsewhere
+        folded = folded.to(dtype)
+        self._newest = [(mask, folded), *self._newest[: MOST_MASKS - 1]]
+        return folded
 
 
 def check_attention(base: PreTrainedModel) -> None:

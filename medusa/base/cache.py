@@ -18,7 +18,8 @@ Buffers grow in steps as tokens come, never to the model's maximum context.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,8 +83,8 @@ class TreeCache(Cache):
             self._known = self.lengths, self.lengths.tolist()
         return self._known[1]
 
-    def _set_lengths(self, lengths: Tensor, known: list[int]) -> None:
-        """Set the committed tokens of each row, which the host knows too."""
+    def set_lengths(self, lengths: Tensor, known: list[int]) -> None:
+        """Set the committed tokens of each row, (B,) long, which the host knows too."""
         self.lengths = lengths
         self._known = lengths, known
         self.longest = max(known, default=0)
@@ -221,15 +222,15 @@ class TreeCache(Cache):
         numbers. With a ``path`` (B, L) long, keep its nodes, whose keys and values are in order already."""
         known = num_kept.tolist() if known is None else known
         lengths = [length + count for length, count in zip(self.known_lengths, known, strict=True)]
-        self._set_lengths(self.lengths + num_kept, lengths)
+        self.set_lengths(self.lengths + num_kept, lengths)
 
     def uncommit_last(self) -> None:
         """Take each row's last committed token back: it is to be node 0 of the next tree."""
-        self._set_lengths(self.lengths - 1, [length - 1 for length in self.known_lengths])
+        self.set_lengths(self.lengths - 1, [length - 1 for length in self.known_lengths])
 
-    def keep_rows(self, rows: Tensor) -> None:
-        """Drop all rows but ``rows`` (B',) long, in that order."""
-        sources = rows.tolist()
+    def keep_rows(self, rows: Tensor, known: list[int] | None = None) -> None:
+        """Drop all rows but ``rows`` (B',) long, in that order; ``known`` are the same numbers."""
+        sources = rows.tolist() if known is None else known
         # If so, moving row after row overwrites no row that is still to be moved.
         in_place = all(source >= row for row, source in enumerate(sources))
         for layer in self._kept_layers:
@@ -237,8 +238,8 @@ class TreeCache(Cache):
                 layer.move_rows(sources, self.longest)
             else:
                 layer.set_buffers([entries[rows.to(entries.device)] for entries in layer.entries])
-        known = self.known_lengths
-        self._set_lengths(self.lengths[rows], [known[source] for source in sources])
+        lengths = self.known_lengths
+        self.set_lengths(self.lengths[rows], [lengths[source] for source in sources])
 
     def join(self, other: TreeCache, most_rows: int = 0) -> None:
         """Append the rows of ``other``, a cache of the same base.
@@ -250,7 +251,7 @@ class TreeCache(Cache):
         for layer, other_layer in zip(self._kept_layers, other._kept_layers, strict=True):
             layer.join(other_layer, other.longest, longest, most_rows)
         known = self.known_lengths + other.known_lengths
-        self._set_lengths(torch.cat([self.lengths, other.lengths]), known)
+        self.set_lengths(torch.cat([self.lengths, other.lengths]), known)
 
     keeps_states = False
     """Whether layers keep states, which belong to one length of a text."""
@@ -266,7 +267,7 @@ class TreeCache(Cache):
         after them (:meth:`states_of_row`), where the row's own have read more."""
         copied = self._empty_row()
         copied.num_positions = self.num_positions
-        copied._set_lengths(copied.lengths + length, [length])
+        copied.set_lengths(copied.lengths + length, [length])
         for layer, source in zip(copied._kept_layers, self._kept_layers, strict=True):
             if source.is_initialized:
                 layer.is_initialized = True
@@ -290,7 +291,7 @@ class TreeCache(Cache):
                 layer.is_initialized = True
                 layer.set_buffers([tensors[name].to(self.lengths.device) for name in names])
         length = self.capacity
-        self._set_lengths(self.lengths + length, [length])
+        self.set_lengths(self.lengths + length, [length])
 
     def _empty_row(self) -> TreeCache:
         """A new, empty cache of this kind for one row."""
@@ -318,13 +319,29 @@ class FixedTreeCache(TreeCache):
     Tensors keep their address until :meth:`reserve`, and a pass and its commit read no tensor on the host, so
     they may be compiled or captured in a CUDA graph. ``longest`` is as of the last :meth:`load`.
 
-    If all layers have the same shape, their keys and values are parts of one tensor, so that moving an
-    accepted path takes two operators in all, in place of four per layer.
+    If all layers have the same shape, their keys and values are parts of one tensor or of a few, so that
+    moving an accepted path takes two operators for each, in place of four per layer.
     """
 
     def __init__(self, num_rows: int, num_layers: int, device: torch.device | str):
         super().__init__(num_rows, num_layers, device)
-        self._joint: Tensor | None = None  # (2 * layers, B, heads, S, width)
+        self._joints: list[Tensor] = []  # (2 * layers, B, heads, S, width) each; none where layers differ
+
+    @classmethod
+    def over(
+        cls, buffers: Sequence[list[Tensor]], joints: Sequence[Tensor], lengths: Tensor
+    ) -> FixedTreeCache:
+        """A cache whose B rows are the first ones of ``buffers``, keys and values of each layer, which are
+        parts of ``joints``; ``lengths`` (B,) long is changed in place."""
+        num_rows = len(lengths)
+        cache = cls(num_rows, len(buffers), lengths.device)
+        cache.lengths = lengths
+        cache._joints = [joint[:, :num_rows] for joint in joints]
+        for layer, of_layer in zip(cache.tree_layers, buffers, strict=True):
+            if of_layer:
+                layer.is_initialized = True
+                layer.set_buffers(of_layer, num_rows)
+        return cache
 
     @property
     def known_lengths(self) -> list[int]:
@@ -364,37 +381,137 @@ class FixedTreeCache(TreeCache):
             return
         first = all_entries[0]  # all layers have its shape
         rows, heads, _, width = first.shape
-        self._joint = _zeros(first, (len(all_entries), rows, heads, _rounded_up(num_slots), width))
-        for part, entries in zip(self._joint, all_entries, strict=True):
+        joint = _zeros(first, (len(all_entries), rows, heads, _rounded_up(num_slots), width))
+        for part, entries in zip(joint, all_entries, strict=True):
             part[:, :, : entries.shape[2]] = entries
-        parts = iter(self._joint)
+        self._joints = [joint]
+        parts = iter(joint)
         for layer in self.tree_layers:
             if layer.entries:
                 layer.set_buffers([next(parts), next(parts)])
 
     def _move_entries(self, source: Tensor, target: Tensor) -> None:
-        if self._joint is None:
+        if not self._joints:
             super()._move_entries(source, target)
-        elif len(source) == 1:
-            self._joint.index_copy_(3, target[0], self._joint.index_select(3, source[0]))
-        else:
-            parts, _, heads, _, width = self._joint.shape
-            source = source[None, :, None, :, None].expand(parts, -1, heads, -1, width)
-            target = target[None, :, None, :, None].expand(parts, -1, heads, -1, width)
-            self._joint.scatter_(3, target, self._joint.gather(3, source))
+        for joint in self._joints:
+            if len(source) == 1:
+                joint.index_copy_(3, target[0], joint.index_select(3, source[0]))
+                continue
+            parts, _, heads, _, width = joint.shape
+            of_parts = source[None, :, None, :, None].expand(parts, -1, heads, -1, width)
+            into_parts = target[None, :, None, :, None].expand(parts, -1, heads, -1, width)
+            joint.scatter_(3, into_parts, joint.gather(3, of_parts))
 
     def plan_pass(self, num_nodes: int, first_node: int = 0) -> None:
-        nodes = torch.arange(first_node, first_node + num_nodes, device=self.lengths.device)
-        self.under_way.slots = self.lengths[:, None] + nodes
+        slots = self.lengths[:, None]
+        if num_nodes > 1 or first_node:
+            slots = slots + torch.arange(first_node, first_node + num_nodes, device=slots.device)
+        self.under_way.slots = slots
 
     def commit(
         self, path: Tensor, num_kept: Tensor, is_chain: bool = False, known: list[list[int]] | None = None
     ) -> None:
-        """As :meth:`TreeCache.commit`, but ``known`` is not read: unless the pass was a chain, all L entries
-        move."""
+        """As :meth:`TreeCache.commit`, of a pass over all nodes, but ``known`` is not read: unless the pass
+        was a chain, all L entries move."""
         if not is_chain:
-            self._move(path)
+            path = path[:, : self.slots.shape[1]]  # L comes from a bound, as in `_move`
+            self._move_entries(self.lengths[:, None] + path, self.slots[:, : path.shape[1]])
         self.lengths.add_(num_kept)
+
+
+LAYERS_TOGETHER = 8
+"""Layers whose keys and values are one tensor in a :class:`CacheMemory`: while it grows, so many exist
+twice."""
+
+
+class CacheMemory:
+    """Memory for a cache whose rows come and go, that keeps its place: R rows of S slots.
+
+    A cache that lives in it (:meth:`hold`) goes on as any other: rows join and leave, and general passes run.
+    :meth:`first` gives passes of fixed shape over its first rows, with room for rows that are not there.
+    """
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        """R."""
+        self.num_slots = 0
+        """S."""
+        self._buffers: list[list[Tensor]] = []  # keys and values of each layer; none for a layer without
+        self._joints: list[Tensor] = []  # of a few layers each, where all have the same shape
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The keys and values of all layers."""
+        return [buffer for of_layer in self._buffers for buffer in of_layer]
+
+    def holds(self, cache: TreeCache) -> bool:
+        """Whether the rows of ``cache`` are here."""
+        theirs = [buffer for layer in cache.tree_layers for buffer in layer.buffers]
+        ours = self.tensors
+        return len(ours) == len(theirs) > 0 and all(map(operator.is_, ours, theirs))
+
+    def hold(self, cache: TreeCache, num_rows: int, num_slots: int, most: int) -> None:
+        """Have the rows of ``cache`` live here, with room for ``num_rows`` rows of ``num_slots`` slots.
+
+        Memory that was larger stays so where that takes no more than ``most`` slots in all. Slots without a
+        committed token hold zeros, or what finite passes have left.
+        """
+        is_enough = num_rows <= self.num_rows and num_slots <= self.num_slots
+        if not is_enough or num_rows * self.num_slots > most:
+            rows = max(num_rows, self.num_rows)
+            slots = max(num_slots, self.num_slots)
+            if rows * slots > most:
+                rows = num_rows
+                slots = num_slots
+            if (rows, slots) != (self.num_rows, self.num_slots):
+                self.release()
+                self._make(cache, rows, slots)
+                return
+        if not self.holds(cache):
+            self._fill(cache)
+
+    def release(self) -> None:
+        """Let go of all memory; a cache that lives in it keeps what it needs."""
+        self._buffers = []
+        self._joints = []
+        self.num_rows = 0
+        self.num_slots = 0
+
+    def first(self, lengths: Tensor) -> FixedTreeCache:
+        """Passes of fixed shape over the first B rows, which have ``lengths`` (B,) long committed tokens."""
+        return FixedTreeCache.over(self._buffers, self._joints, lengths)
+
+    def _fill(self, cache: TreeCache) -> None:
+        """Move the rows of ``cache`` into what is there, in place of others."""
+        for layer, buffers in zip(cache.tree_layers, self._buffers, strict=True):
+            if layer.buffers and layer.buffers[0] is not buffers[0]:
+                for buffer in buffers:
+                    buffer.zero_()
+                layer.move_to(buffers, cache.longest)
+
+    def _make(self, cache: TreeCache, num_rows: int, num_slots: int) -> None:
+        """Make the memory, a few layers at a time, and move the rows of ``cache`` there."""
+        filled = [layer for layer in cache.tree_layers if layer.entries]
+        kinds = {
+            (entries.shape[1], entries.shape[3], entries.dtype, entries.device)
+            for layer in filled
+            for entries in layer.entries
+        }
+        for start in range(0, len(filled), LAYERS_TOGETHER):
+            layers = filled[start : start + LAYERS_TOGETHER]
+            every = [entries for layer in layers for entries in layer.entries]
+            shapes = [(num_rows, entries.shape[1], num_slots, entries.shape[3]) for entries in every]
+            parts: Iterator[Tensor]
+            if len(kinds) == 1:
+                self._joints.append(_zeros(every[0], (len(every), *shapes[0])))
+                parts = iter(self._joints[-1])
+            else:
+                parts = (_zeros(entries, shape) for entries, shape in zip(every, shapes, strict=True))
+            for layer in layers:
+                layer.move_to([next(parts), next(parts)], cache.longest)
+        self._buffers = [layer.buffers for layer in cache.tree_layers]
+        self.num_rows = num_rows
+        self.num_slots = num_slots
 
 
 class TreeCacheLayer(CacheLayerMixin):
@@ -420,6 +537,14 @@ class TreeCacheLayer(CacheLayerMixin):
         """Store keys and values in ``buffers``, with ``num_rows`` rows in use; all by default."""
         self.buffers = buffers
         self.entries = [buffer[:num_rows] if num_rows is not None else buffer for buffer in buffers]
+
+    def move_to(self, buffers: list[Tensor], num_slots: int) -> None:
+        """Copy the first ``num_slots`` slots of all rows to ``buffers``, which have room for them, and go on
+        there."""
+        num_rows = len(self.entries[0])
+        for buffer, entries in zip(buffers, self.entries, strict=True):
+            buffer[:num_rows, :, :num_slots] = entries[:, :, :num_slots]
+        self.set_buffers(buffers, num_rows)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.set_buffers([states[:, :, :0].contiguous() for states in (key_states, value_states)])

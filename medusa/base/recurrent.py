@@ -580,8 +580,8 @@ class RecurrentCache(TreeCache):
     def uncommit_last(self) -> None:
         raise NotImplementedError("a state cannot forget its last token")
 
-    def keep_rows(self, rows: Tensor) -> None:
-        super().keep_rows(rows)
+    def keep_rows(self, rows: Tensor, known: list[int] | None = None) -> None:
+        super().keep_rows(rows, known)
         for state in self.states:
             state.keep_rows(rows)
 

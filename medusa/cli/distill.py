@@ -85,7 +85,8 @@ class DistillOptions:
     """How the base is executed; engines that quantise write other text."""
     step: Literal["general", "compiled"] | None = None
     """How steps run. compiled: layers compiled for this machine, half a minute once, then the fastest on a
-    CPU. None is compiled with engine packed or int8, general elsewhere."""
+    CPU. None is compiled with engine packed or int8; elsewhere captured as CUDA graphs on a card where they
+    can be, else general."""
     endpoint: list[str] = field(default_factory=list)
     """Let OpenAI-compatible servers answer instead, one or several of the same model, such as
     http://localhost:8000/v1. One that dies is given up, and the others go on."""

@@ -143,8 +143,8 @@ def node_scores(
         RowsFailed: a processor failed.
     """
     rows = list(range(len(logits))) if rows is None else rows
-    groups = state.rows_by_processors(rows)
-    if not any(processors for processors, _ in groups):
+    groups = [] if state.settings is not None else state.rows_by_processors(rows)
+    if state.settings is None and not any(processors for processors, _ in groups):
         return logits.float()
     paths = NodePaths(
         prefix=state.tokens,
@@ -153,6 +153,8 @@ def node_scores(
         tokens=draft.tokens,
         topology=draft.topology,
     )
+    if state.settings is not None:
+        return state.settings.scores(logits, paths)
     node_index = None if nodes is None else draft.tokens.new_tensor(nodes)[:, None]  # (R, 1)
     if len(groups) == 1 and len(rows) == len(state.rows):
         return process_node_logits(logits, groups[0][0], paths, node_index)

@@ -39,21 +39,20 @@ from medusa.decoding.prefix_cache import PrefixCache
 from medusa.decoding.runners import Runner
 from medusa.decoding.scheduler import Chunk, Phase, Prefill, Scheduler, SchedulerLimits
 from medusa.decoding.state import DecodeRequest, DecodeState, Row
-from medusa.decoding.static_rows import StaticRows
 from medusa.decoding.statistics import DecodingStatistics, PhaseClock
 from medusa.decoding.step import (
-    GeneralStepper,
     RowOutput,
     StepBurst,
     StepOutput,
     Stepper,
+    nan_logits,
     prefill_request,
     sampled_kind,
 )
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.references import References
 from medusa.hardware import available_memory, release_threads, sent
-from medusa.options import check_at_least
+from medusa.options import StepKind, check_at_least
 
 PREFIX_TOKENS = 32768
 """Tokens that the prefix cache holds at most, unless its size is given."""
@@ -123,23 +122,25 @@ class Batch:
     Call :meth:`add` at any time, and :meth:`step` for as long as :attr:`is_busy`.
 
     Args:
-        runner: runs forward passes, with the hidden states of the layers that drafters read.
-        make_drafter: called with a number of rows, rounded up to a power of two, and whether rows have
-            reference texts; returns (drafter, adaptive policy or None). Its results are kept.
+        runner: reads prompts, with the hidden states of the layers that drafters read.
+        stepper: runs the steps.
+        make_drafter: called with a number of rows, rounded up to a power of two, whether rows have reference
+            texts, and the kind of their steps; returns (drafter, adaptive policy or None). Its results are
+            kept.
         staleness_check: raises ValueError if base or heads have changed since the batch was made. Called with
             True for each new request, and with False before each step.
-        static: runs steps of fixed shape in place of the general ones, for a single request.
-        max_nodes: the largest number of nodes of a draft, root included.
+        max_nodes: slots that a row needs beyond its text: the largest number of nodes of a draft, root
+            included, after all that the steps of one call before the last may add.
     """
 
     def __init__(
         self,
         runner: Runner,
-        make_drafter: Callable[[int, bool], tuple[Drafter, AdaptiveDrafting | None]],
+        stepper: Stepper,
+        make_drafter: Callable[[int, bool, StepKind], tuple[Drafter, AdaptiveDrafting | None]],
         staleness_check: Callable[[bool], None] = lambda is_new_request: None,
         limits: BatchLimits = SINGLE_REQUEST,
         statistics: DecodingStatistics | None = None,
-        static: StaticRows | None = None,
         max_nodes: int = 1,
     ):
         self.limits = limits
@@ -149,11 +150,11 @@ class Batch:
         self.prefixes = PrefixCache(limits.prefix_bytes)
         self.staleness_check = staleness_check
         self._runner = runner
-        self._stepper: Stepper = GeneralStepper(runner) if static is None else static
+        self._stepper = stepper
         self._make_drafter = make_drafter
         self._clock = PhaseClock(self.statistics)
         self._state: DecodeState | None = None  # the rows that decode; None without any
-        self._drafters: dict[tuple[int, bool], tuple[Drafter, AdaptiveDrafting | None]] = {}
+        self._drafters: dict[tuple[int, bool, StepKind], tuple[Drafter, AdaptiveDrafting | None]] = {}
         self._last_drafter: Drafter | None = None  # of the last step; what it keeps covers all but new rows
         self._has_joined = False  # whether rows have joined since the last step
         self._scheduler: Scheduler[Row, _Prefill] = Scheduler(
@@ -359,7 +360,7 @@ class Batch:
         rows = prefill.rows
         request = prefill.request
         rule = request.rule  # `sampled_kind` raises, before the pass, if the drafter cannot draw for it
-        drafter = None if rule is None else self._drafter_for(len(rows), request.references)[0]
+        drafter = None if rule is None else self._drafter_for(rows, request.references)[0]
         sampled = None if drafter is None else sampled_kind(drafter, request, self._runner)
         state, output = prefill_request(
             self._runner,
@@ -392,7 +393,7 @@ class Batch:
         self._make_room()
         state = self._state
         assert state is not None
-        drafter, adaptive = self._drafter_for(len(state.rows), state.references)
+        drafter, adaptive = self._drafter_for(state.rows, state.references)
         has_changed = self._has_joined or drafter is not self._last_drafter
         if has_changed:
             drafter.reset(len(state.rows), self._last_drafter)
@@ -401,29 +402,36 @@ class Batch:
         self._clock.start()
         selected = drafter if adaptive is None else adaptive.select_drafter(drafter)
         try:
-            burst = self._stepper.advance(state, selected, self._clock, adaptive)
+            burst = self._stepper.advance(state, selected, self._clock, adaptive, self._scheduler)
         except RowsFailed as failed:
-            row_outputs = [self._failed(row, _cause(failed)) for row in failed.rows]
-            self._drop_ended()
-            state.cache.clear_uncommitted()  # NaN in a masked slot would reach all tokens of later passes
-            return [row_outputs]
+            return [self._drop_failed(state, failed.rows, _cause(failed))]
         except Exception as error:
             return [self._all_failed(error)]
         # Steps that also set something up say nothing about the time of a step.
         seconds = None if has_changed or burst.setup_seconds else self._clock.step_seconds
         self._record(burst, selected is drafter, adaptive, seconds)
         emitted = [self._emit(output) for output in burst.outputs]
+        if burst.failed:
+            emitted.append(self._drop_failed(state, burst.failed, nan_logits()))
         self._drop_ended()
         return emitted
 
+    def _drop_failed(self, state: DecodeState, rows: list[Row], error: Exception) -> list[RowOutput]:
+        """End ``rows`` with ``error``, which their own numbers have made."""
+        row_outputs = [self._failed(row, error) for row in rows]
+        self._drop_ended()
+        state.cache.clear_uncommitted()  # NaN in a masked slot would reach all tokens of later passes
+        return row_outputs
+
     def _drafter_for(
-        self, num_rows: int, references: Sequence[References]
+        self, rows: list[Row], references: Sequence[References]
     ) -> tuple[Drafter, AdaptiveDrafting | None]:
-        most_rows = 1 << (num_rows - 1).bit_length()  # 9 to 16 rows share a drafter
+        most_rows = 1 << (len(rows) - 1).bit_length()  # 9 to 16 rows share a drafter
         has_references = bool(references)
-        key = most_rows, has_references
+        step = self._stepper.kind_for(rows)
+        key = most_rows, has_references, step
         if key not in self._drafters:
-            self._drafters[key] = self._make_drafter(most_rows, has_references)
+            self._drafters[key] = self._make_drafter(most_rows, has_references, step)
         return self._drafters[key]
 
     def _record(
@@ -445,7 +453,7 @@ class Batch:
             self.statistics.record_step(kept, output.max_depth, not drafts and output.max_depth == 0)
             self.num_drafted += output.num_drafted * len(kept)
             tokens_per_row += 1 + sum(kept) / len(kept)
-        if adaptive is not None:
+        if adaptive is not None and burst.outputs:
             first = burst.outputs[0]
             adaptive.record(
                 tokens_per_row,
@@ -521,7 +529,7 @@ class Batch:
             return
         state.keep_rows(kept)
         if self._last_drafter is not None:
-            self._last_drafter.keep_rows(torch.tensor(kept, device=state.lengths.device))
+            self._last_drafter.keep_rows(sent(kept, state.lengths.device))
 
 
 def _cause(error: Exception) -> Exception:

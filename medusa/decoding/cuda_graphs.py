@@ -1,7 +1,9 @@
 """Runs static steps as they are, or as CUDA graphs.
 
-A graph writes to the tensors it was captured with, so a runner owns the state of its rows, and a model keeps
-the runners of its last settings for the calls to come (:class:`KeptRunners`).
+A graph writes to the tensors it was captured with (:class:`StepGraphs`). So the runner of a call owns the
+state of its rows, and a model keeps the runners of its last settings for the calls to come
+(:class:`KeptRunners`); a batch that rows join has the graphs of all its rows over one memory
+(:mod:`medusa.decoding.shared_rows`).
 """
 
 from __future__ import annotations
@@ -11,19 +13,25 @@ import pickle
 import threading
 import time
 import warnings
-from collections.abc import Hashable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
+from torch import Tensor
 
-from medusa.base.causal_lm import CausalLM, capture_hidden_states
+from medusa.base.causal_lm import CausalLM
 from medusa.decoding.state import DecodeState
-from medusa.decoding.static import StaticState, static_step
+from medusa.decoding.static import StaticState, static_steps
 from medusa.drafters.protocol import PlainDrafter, StaticDrafter
 from medusa.hardware import available_memory
 
 WARM_UP_STEPS = 3
 """Steps that run before a capture: libraries set themselves up in their first calls."""
+MAX_GRAPHS = 64
+"""Graphs over one memory that are kept at most; a batch has one for each number of rows, of slots, and so
+on."""
 MAX_KEPT = 16
 """Settings whose graphs a model keeps at most."""
 KEPT_SHARE = 4
@@ -33,70 +41,71 @@ _CAPTURE_LOCK = threading.Lock()
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-class StaticRunner:
-    """Runs static steps of one base, one drafter and one set of rows: as they are, or, where it ``captures``,
-    as CUDA graphs, one for each number of slots that a pass reads, with drafts and without.
+class StepGraphs:
+    """Runs static steps of one base: as they are, or, where it ``captures``, as CUDA graphs, one for each
+    key.
 
     Where a step cannot be captured, as where the base reads a number on the host, it runs as it is, with a
     warning.
     """
 
-    def __init__(
-        self, base: CausalLM, drafter: StaticDrafter, rows: DecodeState, interval: int, captures: bool = False
-    ):
+    def __init__(self, base: CausalLM, captures: bool):
         self.base = base
-        self.drafter = drafter
         self.captures = captures
-        self.processors = frozenset(type(processor) for processor in rows.request.processors)
-        self.plain = PlainDrafter(drafter.aux_layers)
-        self.state = StaticState.like(rows, interval)
-        self._graphs: dict[tuple[bool, int], torch.cuda.CUDAGraph] = {}
-        self._addresses: list[int] = []
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}  # the least recently used first
+        self._addresses: dict[Hashable, list[int]] = {}  # what each graph reads and writes
+        self._num_warm: Counter[Hashable] = Counter()  # steps of each key that have run before a capture
 
-    def run(self, num_steps: int, drafts: bool = True) -> float:
-        """Run the given number of steps, with or without drafts; returns the seconds of setup."""
+    def run(
+        self, key: Hashable, steps: Callable[[int], None], num_steps: int, tensors: Sequence[Tensor]
+    ) -> float:
+        """Run the given number of steps; returns the seconds of setup.
+
+        Args:
+            key: all that a step depends on besides numbers in tensors.
+            steps: runs so many of them on the host.
+            tensors: those beside the base's own that may move between two runs.
+        """
         if not self.captures:
-            self._run(num_steps, drafts)
+            steps(num_steps)
             return 0.0
-        addresses = self._tensor_addresses()
-        if addresses != self._addresses:  # a graph reads and writes where things were when it was captured
-            self._graphs = {}
-            self._addresses = addresses
-        key = drafts, self.state.cache.num_slots
+        addresses = self._addresses_of(tensors)
         setup_seconds = 0.0
-        if key not in self._graphs:
+        graph = self._graphs.pop(key, None)
+        if addresses != self._addresses.get(key):  # it would go where things were when it was captured
+            graph = None
+        if graph is None:
             began = time.perf_counter()
-            num_steps -= self._warm_up(num_steps, drafts)
-            graph = self._captured(drafts) if num_steps else None
-            if graph is not None:
-                self._graphs[key] = graph
+            num_steps -= self._warm_up(key, steps, num_steps)
+            graph = self._captured(steps) if num_steps else None
             torch.cuda.synchronize(self.base.device)
             setup_seconds = time.perf_counter() - began
-        if not self.captures:
-            self._run(num_steps, drafts)
+        if graph is None:
+            steps(num_steps)
             return setup_seconds
+        self._graphs[key] = graph
+        self._addresses[key] = addresses
+        if len(self._graphs) > MAX_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
         for _ in range(num_steps):
-            self._graphs[key].replay()
+            graph.replay()
         return setup_seconds
 
-    def _warm_up(self, num_steps: int, drafts: bool) -> int:
-        """Run the first of ``num_steps`` as torch asks for before a capture; how many they were."""
-        num_warm = min(num_steps, WARM_UP_STEPS)
-        with _alone_on_a_stream(self.base.device):
-            self._run(num_warm, drafts)
+    def _warm_up(self, key: Hashable, steps: Callable[[int], None], num_steps: int) -> int:
+        """Run the first of ``num_steps`` as torch asks for before a capture, unless enough have run before;
+        how many they were."""
+        num_warm = min(num_steps, WARM_UP_STEPS - self._num_warm[key])
+        if num_warm:
+            self._num_warm[key] += num_warm
+            with _alone_on_a_stream(self.base.device):
+                steps(num_warm)
         return num_warm
 
-    def _run(self, num_steps: int, drafts: bool) -> None:
-        drafter = self.drafter if drafts else self.plain
-        with capture_hidden_states(self.base, layers=drafter.aux_layers) as seen:
-            for _ in range(num_steps):
-                static_step(self.base, drafter, self.state, seen)
-
-    def _captured(self, drafts: bool) -> torch.cuda.CUDAGraph | None:
+    def _captured(self, steps: Callable[[int], None]) -> torch.cuda.CUDAGraph | None:
         """The graph of one step, and capturing runs nothing; None where it cannot be captured, and neither
         will be what follows.
 
-        Graphs share one pool of memory: nothing in it outlives a replay, what does is in ``state``.
+        Graphs share one pool of memory: nothing in it outlives a replay, what does is in the rows' state.
         """
         graph = torch.cuda.CUDAGraph()
         pool = next((other.pool() for other in self._graphs.values()), None)
@@ -106,7 +115,7 @@ class StaticRunner:
                 _no_collection(),
                 torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"),
             ):
-                self._run(1, drafts)
+                steps(1)
         except RuntimeError as error:
             cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
             warn_not_captured(f"a step cannot be captured: {str(cause).splitlines()[0]}")
@@ -115,12 +124,32 @@ class StaticRunner:
             return None
         return graph
 
-    def _tensor_addresses(self) -> list[int]:
-        """The addresses of all tensors that may move between two runs."""
-        entries = [entry for layer in self.state.cache.tree_layers for entry in layer.entries]
+    def _addresses_of(self, tensors: Sequence[Tensor]) -> list[int]:
+        """The addresses of ``tensors``, and of those of the base."""
         of_base = (*self.base.parameters(), *self.base.buffers())
-        tensors = (self.state.rows.tokens, *entries, *of_base, *self.drafter.tensors())
-        return [tensor.data_ptr() for tensor in tensors]
+        return [tensor.data_ptr() for tensor in (*tensors, *of_base)]
+
+
+class StaticRunner(StepGraphs):
+    """The static steps of one drafter and of the rows of one call; there is a graph for each number of slots
+    that a pass reads, with drafts and without."""
+
+    def __init__(
+        self, base: CausalLM, drafter: StaticDrafter, rows: DecodeState, interval: int, captures: bool = False
+    ):
+        super().__init__(base, captures)
+        self.drafter = drafter
+        self.processors = frozenset(type(processor) for processor in rows.request.processors)
+        self.plain = PlainDrafter(drafter.aux_layers)
+        self.state = StaticState.like(rows, interval)
+
+    def run_steps(self, num_steps: int, drafts: bool = True) -> float:
+        """Run the given number of steps, with or without drafts; returns the seconds of setup."""
+        drafter = self.drafter if drafts else self.plain
+        steps = partial(static_steps, self.base, drafter, self.state, drafter.aux_layers)
+        entries = [entry for layer in self.state.cache.tree_layers for entry in layer.entries]
+        tensors = [self.state.rows.tokens, *entries, *self.drafter.tensors()]
+        return self.run((drafts, self.state.cache.num_slots), steps, num_steps, tensors)
 
 
 def warn_not_captured(reason: str) -> None:

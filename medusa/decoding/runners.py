@@ -117,14 +117,3 @@ class Runner:
             )
         state.cache.clear_uncommitted()  # or the next pass would read NaN from these slots
         return self.verify(draft.root_only(), state.cache)
-
-
-def runner_for(
-    base: CausalLM,
-    profile: BaseProfile,
-    layers: tuple[int, ...] = (),
-    keeps_features: bool = False,
-    run_pass: Callable[..., tuple[Tensor, Tensor]] = eager_pass,
-) -> Runner:
-    """The runner of general steps of ``base``; arguments as the fields of :class:`Runner`."""
-    return Runner(base, profile, layers, keeps_features, run_pass)

@@ -160,6 +160,11 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
         return sum(len(prefill.rows) for prefill in self.prefills)
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether a prompt is being read, or may be as soon as this call ends."""
+        return bool(self.prefills or (self.waiting and len(self.running) < self.limits.max_rows))
+
+    @property
     def free_capacity(self) -> int:
         """How many more requests can be added now: free rows plus free places in the queue."""
         free_rows = max(0, self.limits.max_rows - len(self.running) - len(self.prefills))
@@ -327,7 +332,7 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
         last. Either goes back to the head of the queue, and its tokens are prefilled again later.
         """
         preempted: list[AnyRow] = []
-        while self._num_taken > self.limits.max_slots:
+        while self.slots(len(self.running), self._longest) > self.slots_of_running:
             if self.prefills:
                 self._preempt_prefill(self.prefills[-1])
                 continue
@@ -353,10 +358,9 @@ class Scheduler(Generic[AnyRow, AnyPrefill]):
         return max((row.length - 1 for row in self.running), default=0)
 
     @property
-    def _num_taken(self) -> int:
-        """Cache slots that the next pass needs, those of prefills included."""
-        in_prefill = sum(prefill.num_slots for prefill in self.prefills)
-        return self.slots(len(self.running), self._longest) + in_prefill
+    def slots_of_running(self) -> int:
+        """Cache slots that the rows that decode may have together: all but those of prefills."""
+        return self.limits.max_slots - sum(prefill.num_slots for prefill in self.prefills)
 
     def _has_room_for(self, length: int) -> bool:
         """Whether one more row of ``length`` tokens fits, with room for every row to grow by

@@ -19,10 +19,12 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from medusa.acceptance.exact import Acceptance, LockstepBatch
 from medusa.acceptance.protocol import DraftKind, VerificationRule
+from medusa.acceptance.row_settings import RowSettings
 from medusa.acceptance.rules import rule_named
 from medusa.acceptance.sampling import UpcomingNoise, gumbel_noise
 from medusa.base.cache import TreeCache
 from medusa.drafters.references import References
+from medusa.hardware import sent
 
 NO_REFERENCES = References()
 
@@ -182,6 +184,9 @@ class DecodeState:
     """How the drafter draws candidates; None when it ranks them."""
     rule_state: Any = None
     """The state of a rule for sampled drafts."""
+    settings: RowSettings | None = None
+    """The sampling settings of the rows, where steps of fixed shape read them from tensors; None where they
+    are read from the requests."""
 
     @property
     def request(self) -> DecodeRequest:
@@ -219,6 +224,8 @@ class DecodeState:
         """As :attr:`medusa.drafters.protocol.DraftContext.temperature`."""
         if self.seeds is None:
             return 1.0
+        if self.settings is not None:
+            return self.settings.temperature[:, None, None]
         temperatures = [0.0 if row.request.seeds is None else row.request.temperature for row in self.rows]
         if len(set(temperatures)) == 1:
             return temperatures[0]
@@ -230,10 +237,13 @@ class DecodeState:
         if seeds is None:
             return None
         lengths = self.lengths
+        settings = self.settings
         sampled = self.sampled_rows
 
         def draw(first: int, last: int) -> Tensor:
             positions = lengths[:, None] + torch.arange(first, last, device=lengths.device)
+            if settings is not None:
+                return settings.noise_of_sampled(gumbel_noise(seeds, positions, vocab_size))
             if len(sampled) == len(lengths):
                 return gumbel_noise(seeds, positions, vocab_size)
             rows = torch.tensor(sampled, device=positions.device)
@@ -290,14 +300,14 @@ class DecodeState:
 
     def keep_rows(self, kept: list[int]) -> None:
         """Drop the rows that are not in ``kept``."""
-        index = torch.tensor(kept, dtype=torch.long, device=self.lengths.device)
+        index = sent(kept, self.lengths.device)
         self.rows = [self.rows[row] for row in kept]
         known = [self.known_lengths[row] for row in kept]
         self.tokens = self.tokens[index]
         self.lengths = self.lengths[index]
         self.hidden = self.hidden[index]
         self.known = self.lengths, known
-        self.cache.keep_rows(index)
+        self.cache.keep_rows(index, kept)
         self.rule_state = None if self.rule_state is None else self.rule_state.rows(index)
         self.seeds = None if self.seeds is None or not self.sampled_rows else self.seeds[index]
 

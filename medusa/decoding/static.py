@@ -4,8 +4,9 @@ Draft, verify, accept and commit are one function here that reads nothing back f
 token and no verdict reaches the host. So steps can follow each other without waiting, be compiled, or be
 captured in a CUDA graph (:mod:`medusa.decoding.cuda_graphs`). Tensors take the place of the lists in
 ``step.py``. A path is committed at its full length, depth + 1 entries, and the next step overwrites entries
-past a row's end. A row that has ended stays in the batch unchanged, until all have. The host reads the
-results of several steps at once (:mod:`medusa.decoding.static_rows`).
+past a row's end. A row that has ended stays unchanged until the host has seen it. The host reads the results
+of several steps at once: for the rows of one request in :mod:`medusa.decoding.static_rows`, for rows that
+come and go in :mod:`medusa.decoding.shared_rows`.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ import torch
 from torch import Tensor
 
 from medusa.acceptance.exact import Acceptance
+from medusa.acceptance.row_settings import RowSettings, row_numbers
 from medusa.base.cache import FixedTreeCache
 from medusa.base.causal_lm import (
     CapturedHiddenStates,
     CausalLM,
+    capture_hidden_states,
     tree_inputs,
     vocab_size,
 )
 from medusa.decoding.accept import accept
-from medusa.decoding.state import DecodeState
+from medusa.decoding.state import DecodeState, Row
 from medusa.decoding.step import draft_context
 from medusa.drafters.protocol import (
     TOKEN_RULES,
@@ -37,7 +40,10 @@ from medusa.drafters.protocol import (
     token_violations,
     topology_violations,
 )
+from medusa.hardware import sent
 
+LEAST_EOS = 4
+"""There is room for so many tokens that end a row from the start, and then for the next power of two."""
 STATIC_DRAFT_RULES = (*TOKEN_RULES, *TOPOLOGY_RULES)
 """The rules for foreign drafters; checked when the host reads the results."""
 
@@ -53,9 +59,12 @@ class StaticState:
     ends: Tensor
     """(B,) long: the length at which a row's answer is full."""
     eos: Tensor
-    """(E,) long: the tokens that end a row."""
+    """(B, E) long: the tokens that end each row; -1 fills rows with fewer."""
     finished: Tensor
-    """(B,) bool: the row has ended and no longer changes."""
+    """(B,) bool: the row has ended, or is not there, and no longer changes."""
+    failed: Tensor
+    """(B,) bool: its next token would have been chosen by a NaN score; only where
+    :attr:`medusa.decoding.state.DecodeState.refuses_nan`."""
     num_kept: Tensor
     """(W, B) long: tokens that each unread step added to each row; 0 once it has ended."""
     num_accepted: Tensor
@@ -63,7 +72,7 @@ class StaticState:
     num_unread: Tensor
     """(1,) long: steps since the host last read the results."""
     not_finite: Tensor
-    """(1,) bool: a tree had a node on which the base is not finite; its rows have not changed since."""
+    """(B,) bool: a tree of the row had a node on which the base is not finite; it has not changed since."""
     violations: Tensor
     """(R,) bool: which of :data:`STATIC_DRAFT_RULES` drafts have broken."""
 
@@ -81,24 +90,87 @@ class StaticState:
             cache=cache,
             seeds=None if source.seeds is None else source.seeds.clone(),
         )
-        per_step = source.lengths.new_zeros(num_steps, num_rows)
+        eos = torch.tensor(sorted(source.request.eos_ids), dtype=torch.long, device=device)
+        return cls._of(rows, cache, source.lengths.clone(), eos.expand(num_rows, -1), num_steps)
+
+    @classmethod
+    def with_room(cls, source: DecodeState, num_rows: int, num_steps: int) -> StaticState:
+        """Room for B = ``num_rows`` rows that come and go, of the base of ``source``, and W = ``num_steps``.
+        None of them is there yet. Their keys and values are elsewhere: see :meth:`first`."""
+        device = source.lengths.device
+        none = source.lengths.new_zeros(num_rows)
+        cache = FixedTreeCache(num_rows, 0, device)
+        rows = DecodeState(
+            rows=[],
+            tokens=source.tokens.new_zeros(num_rows, 0),
+            lengths=none + 1,
+            hidden=source.hidden.new_zeros(num_rows, source.hidden.shape[1]),
+            cache=cache,
+            seeds=none.clone(),
+            refuses_nan=source.refuses_nan,
+            settings=RowSettings.neutral(num_rows, device),
+        )
+        return cls._of(rows, cache, none, none[:, None][:, :0], num_steps)
+
+    @classmethod
+    def _of(
+        cls, rows: DecodeState, cache: FixedTreeCache, ends: Tensor, eos: Tensor, num_steps: int
+    ) -> StaticState:
+        """``rows``, of which nothing is known yet but where they end."""
+        lengths = rows.lengths
+        device = lengths.device
+        num_rows = len(lengths)
+        per_step = lengths.new_zeros(num_steps, num_rows)
         return cls(
             rows,
             cache,
-            ends=source.lengths.clone(),
-            eos=torch.tensor(sorted(source.request.eos_ids), dtype=torch.long, device=device),
+            ends,
+            eos,
             finished=torch.zeros(num_rows, dtype=torch.bool, device=device),
+            failed=torch.zeros(num_rows, dtype=torch.bool, device=device),
             num_kept=per_step,
             num_accepted=per_step.clone(),
-            num_unread=source.lengths.new_zeros(1),
-            not_finite=torch.zeros(1, dtype=torch.bool, device=device),
+            num_unread=lengths.new_zeros(1),
+            not_finite=torch.zeros(num_rows, dtype=torch.bool, device=device),
             violations=torch.zeros(len(STATIC_DRAFT_RULES), dtype=torch.bool, device=device),
+        )
+
+    def first(self, count: int, rows: list[Row], cache: FixedTreeCache) -> StaticState:
+        """The first ``count`` rows, of which ``rows`` are there, with their ``cache``: views."""
+        whole = self.rows
+        settings = None if whole.settings is None else whole.settings.first(count)
+        samples = settings is None or settings.program.samples
+        state = replace(
+            whole,
+            rows=rows,
+            tokens=whole.tokens[:count],
+            lengths=whole.lengths[:count],
+            hidden=whole.hidden[:count],
+            cache=cache,
+            seeds=None if whole.seeds is None or not samples else whole.seeds[:count],
+            settings=settings,
+        )
+        return replace(
+            self,
+            rows=state,
+            cache=cache,
+            ends=self.ends[:count],
+            eos=self.eos[:count],
+            finished=self.finished[:count],
+            failed=self.failed[:count],
+            not_finite=self.not_finite[:count],
+            num_kept=self.num_kept[:, :count],
+            num_accepted=self.num_accepted[:, :count],
         )
 
     def reserve(self, num_slots: int) -> None:
         """Have every pass read ``num_slots`` slots of the cache; shorter tensors grow, and so move."""
         self.cache.reserve(num_slots)
-        missing = num_slots + 1 - self.rows.tokens.shape[1]
+        self.reserve_tokens(num_slots + 1)
+
+    def reserve_tokens(self, width: int) -> None:
+        """Have room for texts of ``width`` tokens."""
+        missing = width - self.rows.tokens.shape[1]
         if missing > 0:
             self.rows.tokens = torch.nn.functional.pad(self.rows.tokens, (0, missing))
 
@@ -116,9 +188,67 @@ class StaticState:
             rows.seeds.copy_(source.seeds)
         self.ends.copy_(source.lengths + num_left)
         self.finished.fill_(False)
+        self.clear_results()
+
+    def load_first(self, source: DecodeState, num_rows: int) -> None:
+        """Go on from the N rows of ``source``; the rows after them, up to ``num_rows``, are not there. The
+        host sends what it knows, and does not wait."""
+        count = len(source.rows)
+        rows = self.rows
+        requests = [row.request for row in source.rows]
+        left = [
+            request.max_new_tokens - len(row.tokens)
+            for request, row in zip(requests, source.rows, strict=True)
+        ]
+        device = rows.lengths.device
+        width = min(rows.tokens.shape[1], source.tokens.shape[1])
+        rows.tokens[:count, :width] = source.tokens[:, :width]
+        rows.lengths[:count] = source.lengths
+        rows.lengths[count:num_rows] = 1
+        self.cache.lengths[:num_rows] = rows.lengths[:num_rows] - 1
+        rows.hidden[:count] = source.hidden
+        if source.seeds is not None and rows.seeds is not None:
+            rows.seeds[:count] = source.seeds
+        if rows.settings is not None:
+            numbers = [row_numbers(request.processors) for request in requests]
+            are_sampled = [request.seeds is not None for request in requests]
+            temperatures = [
+                request.temperature * is_sampled
+                for request, is_sampled in zip(requests, are_sampled, strict=True)
+            ]
+            rows.settings.load([each for each in numbers if each is not None], are_sampled, temperatures)
+        self.ends[:count] = source.lengths + sent(left, device)
+        self._load_eos([request.eos_ids for request in requests])
+        self.finished[:count] = False
+        self.finished[count:num_rows] = True
+        self.clear_results()
+
+    def _load_eos(self, eos_ids: list[frozenset[int]]) -> None:
+        """Set the tokens that end the first rows; the tensor of all moves where it must be wider."""
+        most = max(map(len, eos_ids), default=0)
+        missing = max(LEAST_EOS, 1 << (most - 1).bit_length() if most else 0) - self.eos.shape[1]
+        if missing > 0:
+            self.eos = torch.nn.functional.pad(self.eos, (0, missing), value=-1)
+        width = self.eos.shape[1]
+        filled = [[*sorted(ids)] + [-1] * (width - len(ids)) for ids in eos_ids]
+        self.eos[: len(filled)] = sent(filled, self.eos.device)
+
+    def clear_results(self) -> None:
+        """Forget what steps have left for the host to read."""
+        self.failed.fill_(False)
         self.num_unread.zero_()
         self.not_finite.fill_(False)
         self.violations.fill_(False)
+
+
+def static_steps(
+    base: CausalLM, drafter: StaticDrafter, state: StaticState, layers: tuple[int, ...], num_steps: int
+) -> None:
+    """So many of :func:`static_step`; the hidden states have the outputs of ``layers``, which the drafter and
+    those after it read."""
+    with capture_hidden_states(base, layers=layers) as seen:
+        for _ in range(num_steps):
+            static_step(base, drafter, state, seen)
 
 
 def static_step(
@@ -160,8 +290,13 @@ def _commit(state: StaticState, draft: Draft, acceptance: Acceptance, hidden: Te
     stands = state.finished  # (B,): rows that no longer change
     if not is_plain:  # the host takes one step without guesses then
         not_finite = (hidden * 0).flatten(1).any(dim=1)  # (B,)
-        state.not_finite.logical_or_(not_finite.any())
+        state.not_finite.logical_or_(not_finite)
         stands = stands | not_finite
+    if acceptance.chose_nan is not None:
+        failed = acceptance.chose_nan & ~stands
+        state.failed.logical_or_(failed)
+        state.finished.logical_or_(failed)
+        stands = stands | failed
     end = _first_end(state, new, counts[1:])
     num_new = end.clamp(max=1) if is_plain else torch.minimum(acceptance.num_accepted + 1, end)
     num_kept = num_new.masked_fill_(stands, 0)
@@ -181,7 +316,7 @@ def _first_end(state: StaticState, new: Tensor, counts: Tensor) -> Tensor:
     """How many of ``new`` (B, L) there are up to the first that ends its row, (B,): more than L where none
     does, none in rows that are full. ``counts`` are 1 .. L."""
     num_left = state.ends - state.rows.lengths
-    if not len(state.eos):
+    if not state.eos.shape[1]:
         return num_left
-    is_eos = (new[..., None] == state.eos).any(dim=-1)  # (B, L)
+    is_eos = (new[..., None] == state.eos[:, None]).any(dim=-1)  # (B, L)
     return torch.minimum(torch.where(is_eos, counts, new.shape[1] + 1).amin(dim=1), num_left)

@@ -7,6 +7,7 @@ The host starts several steps, and reads their results in one copy. The steps ar
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import cast
 
@@ -17,11 +18,12 @@ from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
 from medusa.base.causal_lm import CausalLM, lm_head_device
 from medusa.decoding.adaptive import AdaptiveDrafting
 from medusa.decoding.cuda_graphs import KeptRunners, StaticRunner, settings_of
-from medusa.decoding.state import DecodeRequest, DecodeState
+from medusa.decoding.state import DecodeRequest, DecodeState, Row
 from medusa.decoding.static import STATIC_DRAFT_RULES, StaticState
 from medusa.decoding.statistics import PhaseClock
-from medusa.decoding.step import RowOutput, StepBurst, StepOutput, depths_of
+from medusa.decoding.step import BurstRoom, RowOutput, StepBurst, StepOutput, depths_of
 from medusa.drafters.protocol import Drafter, StaticDrafter, is_builtin, not_capturable, raise_violated
+from medusa.options import StepKind
 
 HOST_SYNC_INTERVALS = {"cpu": 1}
 """Steps after which the host reads the results, by kind of device: on a CPU reading costs nothing."""
@@ -38,8 +40,11 @@ class StaticRows:
     whose runners are kept there for the calls to come.
     """
 
-    def __init__(self, base: CausalLM, drafter: StaticDrafter, captured: KeptRunners | None = None):
-        self.interval = HOST_SYNC_INTERVALS.get(lm_head_device(base).type, DEFAULT_HOST_SYNC_INTERVAL)
+    def __init__(
+        self, base: CausalLM, drafter: StaticDrafter, step: StepKind, captured: KeptRunners | None = None
+    ):
+        self.step = step
+        self.interval = sync_interval(base)
         self.base = base
         self.drafter = drafter
         self._captured = captured
@@ -54,6 +59,7 @@ class StaticRows:
         drafter: Drafter,
         clock: PhaseClock,
         adaptive: AdaptiveDrafting | None,
+        room: BurstRoom,
     ) -> StepBurst:
         """The next steps, drafted by this object's own drafter, or by nobody where ``drafter`` is another.
 
@@ -68,16 +74,20 @@ class StaticRows:
         state = runner.state
         num_steps = min(self.interval, self._most_left)
         state.reserve(self._slots_needed(num_steps))
-        seconds = runner.run(num_steps, drafts)
+        seconds = runner.run_steps(num_steps, drafts)
         if not is_builtin(self.drafter):
             raise_violated(self.drafter, STATIC_DRAFT_RULES, state.violations)
         outputs, not_finite = self._read(state, num_steps, drafts)
         if not_finite:
             state.cache.clear_uncommitted()
             state.not_finite.fill_(False)
-            seconds += runner.run(1, False)
+            seconds += runner.run_steps(1, False)
             outputs += self._read(state, 1, False)[0]
         return StepBurst(outputs, num_steps, seconds)
+
+    def kind_for(self, rows: list[Row]) -> StepKind:
+        """The same for all."""
+        return self.step
 
     @property
     def keeps_ended_rows(self) -> bool:
@@ -123,48 +133,87 @@ class StaticRows:
     def _read(self, state: StaticState, num_steps: int, drafts: bool) -> tuple[list[StepOutput], bool]:
         """The outputs of the last ``num_steps`` steps without empty ones, and whether the base was not finite
         on one of their nodes: all in one read."""
-        depth = self.drafter.max_depth if drafts else 0
-        num_drafted = self.drafter.num_nodes - 1 if drafts else 0
-        on_host = torch.cat(
-            [
-                state.num_kept[:num_steps].T,  # (B, W)
-                state.num_accepted[:num_steps].T,  # (B, W)
-                state.finished[:, None].long(),  # (B, 1)
-                state.not_finite.long().expand(len(state.finished), 1),  # (B, 1)
-                _newest_tokens(state, num_steps, depth + 1),  # (B, W * L)
-            ],
-            dim=1,
-        ).tolist()
-        state.num_unread.zero_()
-        not_finite = False
-        outputs_of_rows = []
-        for index, columns in enumerate(on_host):
-            num_kept = columns[:num_steps]
-            num_accepted = columns[num_steps : 2 * num_steps]
-            has_ended, not_finite = map(bool, columns[2 * num_steps : 2 * num_steps + 2])
-            tokens = columns[2 * num_steps + 2 :]
-            self._lengths[index] += sum(num_kept)
+        results = read_results(state, num_steps, self.drafter if drafts else None)
+        for index, (num_new, has_ended) in enumerate(zip(results.num_new, results.has_ended, strict=True)):
+            self._lengths[index] += num_new
             if has_ended:
                 self._ends[index] = self._lengths[index]
-            ends = [*accumulate(num_kept)]
-            outputs_of_rows.append(
-                [
-                    RowOutput(
-                        state.rows.rows[index],
-                        tokens[end - kept : end],
-                        depths_of(accepted)[:kept],
-                        has_ended and end == ends[-1],
-                        num_drafted=num_drafted if kept else 0,
-                    )
-                    for kept, accepted, end in zip(num_kept, num_accepted, ends, strict=True)
-                ]
-            )
-        outputs = [
+        return results.outputs, results.not_finite
+
+
+@dataclass(frozen=True)
+class BurstResults:
+    """What some steps have left, on the host."""
+
+    outputs: list[StepOutput]
+    """One for each step in which some row got a token."""
+    num_new: list[int]
+    """Tokens that each row got."""
+    has_ended: list[bool]
+    has_failed: list[bool]
+    """Rows whose next token would have been chosen by a NaN score."""
+    not_finite: bool
+    """Whether the base was not finite on a node of some row, which has not changed since."""
+
+
+def read_results(state: StaticState, num_steps: int, drafter: StaticDrafter | None) -> BurstResults:
+    """The results of the last ``num_steps`` steps of the rows of ``state``, which ``drafter`` or nobody has
+    drafted, in one read."""
+    depth = 0 if drafter is None else drafter.max_depth
+    num_drafted = 0 if drafter is None else drafter.num_nodes - 1
+    numbers = torch.cat(
+        [
+            state.num_kept[:num_steps].T,  # (B, W)
+            state.num_accepted[:num_steps].T,  # (B, W)
+            torch.stack([state.finished, state.failed, state.not_finite], dim=1).long(),  # (B, 3)
+            _newest_tokens(state, num_steps, depth + 1),  # (B, W * L)
+        ],
+        dim=1,
+    ).tolist()
+    state.num_unread.zero_()
+    flags = [[*map(bool, columns[2 * num_steps : 2 * num_steps + 3])] for columns in numbers]
+    num_rows = len(state.rows.rows)  # the rows after them are not there
+    has_ended = [is_finished and not has_failed for is_finished, has_failed, _ in flags[:num_rows]]
+    outputs_of_rows = [
+        _outputs_of_row(row, columns, num_steps, num_drafted, is_over)
+        for row, columns, is_over in zip(state.rows.rows, numbers[:num_rows], has_ended, strict=True)
+    ]
+    return BurstResults(
+        outputs=[
             StepOutput(list(row_outputs), depth, num_drafted)
             for row_outputs in zip(*outputs_of_rows, strict=True)
             if any(output.tokens for output in row_outputs)
-        ]
-        return outputs, not_finite
+        ],
+        num_new=[sum(columns[:num_steps]) for columns in numbers[:num_rows]],
+        has_ended=has_ended,
+        has_failed=[has_failed for _, has_failed, _ in flags[:num_rows]],
+        not_finite=any(not_finite for *_, not_finite in flags),
+    )
+
+
+def _outputs_of_row(
+    row: Row, columns: list[int], num_steps: int, num_drafted: int, has_ended: bool
+) -> list[RowOutput]:
+    """The output of each step for ``row``, from its numbers of :func:`read_results`."""
+    num_kept = columns[:num_steps]
+    num_accepted = columns[num_steps : 2 * num_steps]
+    tokens = columns[2 * num_steps + 3 :]
+    ends = [*accumulate(num_kept)]
+    return [
+        RowOutput(
+            row,
+            tokens[end - kept : end],
+            depths_of(accepted)[:kept],
+            has_ended and end == ends[-1],
+            num_drafted=num_drafted if kept else 0,
+        )
+        for kept, accepted, end in zip(num_kept, num_accepted, ends, strict=True)
+    ]
+
+
+def sync_interval(base: CausalLM) -> int:
+    """Steps after which the host reads the results of a base there."""
+    return HOST_SYNC_INTERVALS.get(lm_head_device(base).type, DEFAULT_HOST_SYNC_INTERVAL)
 
 
 def rounded_slots(num_slots: int) -> int:

@@ -24,6 +24,7 @@ from medusa.decoding.runners import Runner, Verified
 from medusa.decoding.state import DecodeRequest, DecodeState, Row
 from medusa.decoding.statistics import PhaseClock
 from medusa.drafters.protocol import Draft, DraftContext, Drafter, DraftValidator
+from medusa.options import StepKind
 from medusa.trees.candidate_tree import TreeTopology
 
 
@@ -74,10 +75,31 @@ class StepBurst:
     """All steps; a step that was repeated counts once."""
     setup_seconds: float = 0.0
     """The time that capturing took."""
+    failed: list[Row] = field(default_factory=list)
+    """Rows whose next token would have been chosen by a NaN score."""
+
+
+class BurstRoom(Protocol):
+    """What the steps of one call may take, as a scheduler knows."""
+
+    @property
+    def slots_of_running(self) -> int:
+        """Cache slots that all rows together may have."""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a prompt waits to be read."""
 
 
 class Stepper(Protocol):
-    """The steps of one batch: :class:`GeneralStepper`, or :class:`medusa.decoding.static_rows.StaticRows`."""
+    """The steps of one batch: :class:`GeneralStepper`, :class:`medusa.decoding.static_rows.StaticRows` for
+    the rows of one request, or :class:`medusa.decoding.shared_rows.SharedRows` for rows that come and go."""
+
+    interval: int
+    """Steps that one call runs at most."""
+
+    def kind_for(self, rows: list[Row]) -> StepKind:
+        """The kind of the next steps of ``rows``, by which their drafter is chosen."""
 
     @property
     def keeps_ended_rows(self) -> bool:
@@ -89,8 +111,9 @@ class Stepper(Protocol):
         drafter: Drafter,
         clock: PhaseClock,
         adaptive: AdaptiveDrafting | None,
+        room: BurstRoom,
     ) -> StepBurst:
-        """The next steps of all rows of ``state``, drafted by ``drafter``."""
+        """The next steps of all rows of ``state``, drafted by ``drafter``, within ``room``."""
 
     def close(self) -> None:
         """No step follows."""
@@ -100,9 +123,12 @@ class GeneralStepper:
     """Steps one at a time, as :func:`decode_step`."""
 
     keeps_ended_rows = False
+    interval = 1
 
-    def __init__(self, runner: Runner):
-        self._runner = runner
+    def __init__(self, runner: Runner, step: StepKind):
+        self.runner = runner
+        self.step = step
+        """Their kind: general, or compiled."""
         self._validator = DraftValidator(runner.profile.vocab_size)
 
     def advance(
@@ -111,9 +137,14 @@ class GeneralStepper:
         drafter: Drafter,
         clock: PhaseClock,
         adaptive: AdaptiveDrafting | None,
+        room: BurstRoom,
     ) -> StepBurst:
         """One step."""
-        return StepBurst([decode_step(self._runner, drafter, state, clock, self._validator, adaptive)])
+        return StepBurst([decode_step(self.runner, drafter, state, clock, self._validator, adaptive)])
+
+    def kind_for(self, rows: list[Row]) -> StepKind:
+        """The same for all."""
+        return self.step
 
     def close(self) -> None:
         """Nothing is kept."""
@@ -303,7 +334,7 @@ def _output(
     """
     if outcome.nan_rows:
         failed = [state.rows[row] for row in outcome.nan_rows]
-        raise RowsFailed(failed) from ValueError("the base model's logits are not numbers (NaN)")
+        raise RowsFailed(failed) from nan_logits()
     outputs = []
     for index, row in enumerate(state.rows):
         new = outcome.tokens[index]
@@ -323,6 +354,11 @@ def _output(
         )
     topology = verified.draft.topology
     return StepOutput(outputs, topology.max_depth, topology.num_nodes - 1, num_nodes)
+
+
+def nan_logits() -> ValueError:
+    """The error of a row whose next token would be chosen by a NaN score."""
+    return ValueError("the base model's logits are not numbers (NaN)")
 
 
 def _logprobs(

@@ -16,11 +16,20 @@
 
 The tokens are the same. Models sharded over devices (``device_map``) run ``general`` and ``static``.
 
-Capturing takes as long as a few steps, once for each batch size, tree, sampling setting and number of slots,
-with drafts and without where guessing may pause (``adaptive.py``); ``DecodingStatistics.setup_seconds``
-reports the time. A model keeps the graphs of its last few settings with their caches, since a graph writes to
-the tensors it was captured with. Where a step cannot be captured, because the base or a logits processor
-reads a number on the host, or somebody has hung a hook on the base, static steps run, with a warning.
+A batch that requests join (``MedusaModel.continuous_batch``, ``medusa serve``) chooses for all of its rows at
+once, and anew whenever rows have come or gone (``shared_rows.py``): static or captured steps while every row
+can be in them, general ones while one cannot. There a repetition penalty can be in them too, and
+log-probabilities, predictions and a corpus cannot. Its drafters are the model's own; heads that guess one
+token after the other have general steps.
+
+Capturing takes as long as a few steps, once for each number of rows, tree, sampling setting and number of
+slots, with drafts and without where guessing may pause (``adaptive.py``);
+``DecodingStatistics.setup_seconds`` reports the time. In a shared batch the number of rows is 1, 2, 4, 8, ...
+and the settings are numbers in tensors, so that a setting is captured once, whatever its numbers are. A model
+keeps the graphs of its last few settings with their caches, since a graph writes to the tensors it was
+captured with, and a batch those of all its rows. Where a step cannot be captured, because the base or a
+logits processor reads a number on the host, or somebody has hung a hook on the base, static steps run, with
+a warning; a shared batch that nobody has asked for captured steps then runs general ones.
 """
 
 from __future__ import annotations
@@ -38,9 +47,11 @@ from torch import Tensor
 from medusa.base.causal_lm import CausalLM, lm_head, verify
 from medusa.base.profile import BaseProfile
 from medusa.decoding.cuda_graphs import KeptRunners, warn_not_captured
-from medusa.decoding.runners import Runner, runner_for
+from medusa.decoding.runners import Runner
+from medusa.decoding.shared_rows import SharedRows
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.static_rows import StaticRows, static_drafter, static_obstacle
+from medusa.decoding.step import GeneralStepper, Stepper
 from medusa.drafters.protocol import Drafter
 from medusa.engine.compiled import CompiledPass, layers_unsupported_reason, library_paths
 from medusa.engine.libraries import library_errors
@@ -48,7 +59,7 @@ from medusa.engine.optimized_heads import compile_heads, parts_of_heads
 from medusa.engine.snapshot import alteration_of
 from medusa.engine.views import packed_as
 from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
-from medusa.options import StepKind
+from medusa.options import ANY_SHAPE_STEPS, StepKind
 
 KEEPS_STATE = "a base whose layers are all attention, and this one keeps a state"
 
@@ -58,8 +69,8 @@ class StepPlan:
     """How the steps of one request, or of a batch, are run."""
 
     runner: Runner
-    static: StaticRows | None = None
-    """The runner of static steps; None for general steps."""
+    """Reads prompts."""
+    stepper: Stepper
     setup_seconds: float = 0.0
 
 
@@ -169,37 +180,46 @@ class Steps:
             self._checked.add(step)
         if step == "compiled":
             compiled, seconds = self.compiled_pass()
-            return StepPlan(self._runner_for(drafter, compiled.verify), setup_seconds=seconds)
+            runner = self._runner_for(drafter, compiled.verify)
+            return StepPlan(runner, GeneralStepper(runner, step), setup_seconds=seconds)
         runner = self._runner_for(drafter)
-        if step == "general":
-            return StepPlan(runner)
+        if step in ANY_SHAPE_STEPS:
+            return StepPlan(runner, GeneralStepper(runner, step))
         checked = static_drafter(step, drafter, request)
         captured = self.captured if step == "captured" else None
         alteration = None if captured is None else alteration_of(self.base)
         if alteration is not None:
             warn_not_captured(f"the base has got {alteration}, which a replay leaves out")
             captured = None
-        rows = StaticRows(self.base, checked, captured)
-        return StepPlan(runner, rows)
+        return StepPlan(runner, StaticRows(self.base, checked, step, captured))
 
     def _runner_for(self, drafter: Drafter, run: Callable[..., tuple[Tensor, Tensor]] = verify) -> Runner:
-        return runner_for(self.base, self.profile, drafter.aux_layers, drafter.needs_features, run)
+        return Runner(self.base, self.profile, drafter.aux_layers, drafter.needs_features, run)
 
-    def runner_of_many(
-        self, step: StepKind, layers: tuple[int, ...] = (), keeps_features: bool = False
-    ) -> Runner:
-        """The runner of a batch that requests join; "auto" is general there.
+    def plan_of_many(
+        self, step: StepKind, max_rows: int, layers: tuple[int, ...] = (), keeps_features: bool = False
+    ) -> StepPlan:
+        """How the steps of a batch that requests join are run; ``step`` may be "auto".
 
         ``layers`` and ``keeps_features`` are fields of :class:`medusa.decoding.runners.Runner`.
 
         Raises:
-            ValueError: steps of this kind have one shape for a whole answer.
+            ValueError: such steps do not run on this base, or cannot be drafted by its heads.
         """
-        if step in ("auto", "general"):
-            return runner_for(self.base, self.profile, layers, keeps_features)
-        if step != "compiled":
+        self.check(step)
+        kind = self.fastest if step == "auto" else step
+        run = self.compiled_pass()[0].verify if kind == "compiled" else verify
+        runner = Runner(self.base, self.profile, layers, keeps_features, run)
+        if kind in ANY_SHAPE_STEPS:
+            return StepPlan(runner, GeneralStepper(runner, kind))
+        if keeps_features:
             raise ValueError(
-                f"step={step!r} runs steps of one shape, and a batch that rows join changes its own; use "
-                "step='general', or 'compiled' with engine='packed' or 'int8' on a CPU"
+                f"step={step!r} cannot work with heads that guess one token after the other, which "
+                "read their guesses on the host; use step='general'"
             )
-        return runner_for(self.base, self.profile, layers, keeps_features, self.compiled_pass()[0].verify)
+        general = GeneralStepper(runner, ANY_SHAPE_STEPS[0])
+        return StepPlan(runner, SharedRows(general, kind, kind == "captured", step == "auto", max_rows))
+
+    def runner_of_texts(self, step: StepKind) -> Runner:
+        """The runner of passes that only read, for steps of this kind."""
+        return self.plan_of_many(step, max_rows=1).runner

@@ -55,7 +55,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from medusa import files
-from medusa.base.attention import TREE_ATTENTION
+from medusa.base.attention import POSITION_OPTIONS, TREE_ATTENTION
 from medusa.console import log_console
 from medusa.engine import building
 from medusa.engine.building import CPP, FLAGS, source_text
@@ -245,10 +245,6 @@ def _shapes_of_rule(state: Tensor, *args: Tensor | None) -> tuple[Tensor, Tensor
     return torch.empty_like(value), value.new_empty(0 if beta is None else value.shape[0], *value.shape[1:])
 
 
-_PLACES = ("position_ids", "cache_position")
-"""Tensors that a layer passes on without asking for more than attention."""
-
-
 def tree_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -270,7 +266,9 @@ def tree_attention(
         options = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, **kwargs}
         options = {name: option for name, option in options.items() if option is not None}
         return _ordinary(module)(module, query, key, value, attention_mask, **options)
-    unknown = [name for name, each in kwargs.items() if isinstance(each, Tensor) and name not in _PLACES]
+    unknown = [
+        name for name, each in kwargs.items() if isinstance(each, Tensor) and name not in POSITION_OPTIONS
+    ]
     if unknown:
         raise ValueError(f"attention over a tree knows no {', '.join(unknown)}")
     query, key, value = (each if each.stride(3) == 1 else each.contiguous() for each in (query, key, value))

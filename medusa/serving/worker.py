@@ -329,6 +329,8 @@ class Worker:
         answer.drafted.update(output.drafted)
         answer.accepted.update(output.depths[:num_new])
         self.metrics.drafted(output.num_drafted, filter(None, output.depths[:num_new]))
+        if text.is_stopped:
+            del row.tokens[answer.num_tokens :]  # the same step, or those of one burst, may have gone on
         if text.is_stopped and reason is None:
             self.batches[answer.is_plain].cancel(row)
         if text.is_stopped:

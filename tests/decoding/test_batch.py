@@ -478,8 +478,6 @@ def test_the_queue_and_the_sizes_have_limits():
         batch.add(row_of(model, [4, 5], logits_processor=own, **options))
     with pytest.raises(ValueError, match="max_rows must be at least 1, got 0"):
         BatchLimits(max_rows=0)
-    with pytest.raises(ValueError, match="one shape"):
-        MedusaModel(tiny_model("llama"), step="static").continuous_batch()
 
 
 def test_the_tree_follows_the_number_of_rows_up_to_the_next_power_of_two():

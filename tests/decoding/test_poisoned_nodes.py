@@ -13,7 +13,8 @@ from transformers import GenerationConfig
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.acceptance.rules import RULES
 from medusa.decoding.batch import Batch, BatchLimits, Row
-from medusa.decoding.runners import runner_for
+from medusa.decoding.runners import Runner
+from medusa.decoding.step import GeneralStepper
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft
 
@@ -67,8 +68,8 @@ def test_a_step_that_was_run_again_costs_what_it_was_begun_for():
     model = MedusaModel(base_that_is_not_finite_after(POISON))
     plain = model.generate(**BATCH, **OPTIONS, do_sample=False)
     drafter = PoisonedOracle(answers_of(BATCH, plain), BUSHY, always=True)
-    runner = runner_for(model.base, model.profile)
-    batch = Batch(runner, lambda num_rows, has_references: (drafter, None))
+    runner = Runner(model.base, model.profile)
+    batch = Batch(runner, GeneralStepper(runner, "general"), lambda *_: (drafter, None))
     request = model.request(**BATCH, **OPTIONS, do_sample=False)
     batch.start(request)
     outputs = []

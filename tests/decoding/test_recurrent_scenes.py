@@ -134,7 +134,7 @@ def play(rule: str, seed: int) -> None:
         prefix_bytes=drawn.choice([0, 2**28]),
     )
     batch = model.continuous_batch(limits)
-    batch._make_drafter = lambda num_rows, has_references: (drafter, None)
+    batch._make_drafter = lambda num_rows, has_references, step: (drafter, None)
     step = 0
     while step <= max(asked.arrives for asked in requests) or batch.is_busy:
         for asked in requests:

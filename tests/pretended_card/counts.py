@@ -22,8 +22,11 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from medusa import CandidateTree, MedusaModel
 from medusa.base.causal_lm import cache_argument
+from medusa.decoding.batch import BatchLimits, Row
 
 NUM_LAYERS = 32
+SHARED_ROWS = (1, 4, 16)
+STEPS_OF_A_BURST = 8
 DRAFTERS = ("plain", "heads", "dynamic-heads+suffix")
 RULES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -67,6 +70,26 @@ def waits_of_a_call(model: MedusaModel, drafter: str, rule: str) -> int:
     return seen.waits.total()
 
 
+def shared_burst(model: MedusaModel, num_rows: int, rule: str) -> tuple[int, int]:
+    """Operators in the graph of a captured step of a batch of so many requests, and how often the host waits
+    in a burst of eight such steps."""
+    shared = model.continuous_batch(BatchLimits(max_rows=num_rows))
+    for place in range(num_rows):
+        prompt = random_prompts(1, 20, seed=place).to("cuda")
+        shared.add(Row(model.request(prompt, **RULES[rule], max_new_tokens=200)))
+    while shared.num_rows < num_rows:
+        shared.step()
+    graphs = pretended_card.PretendedGraph.made
+    graphs.clear()
+    while shared.is_busy:
+        num_graphs = len(graphs)
+        with pretended_card.watched() as seen:
+            shared.step()
+        if num_graphs == len(graphs) and seen.launches["replay"] == STEPS_OF_A_BURST:  # nothing was captured
+            return graphs[0].num_launches, seen.waits.total()
+    raise RuntimeError("every burst has captured something")
+
+
 def main() -> None:
     model = model_of(NUM_LAYERS)
     print(
@@ -78,6 +101,10 @@ def main() -> None:
                 "launches_of_a_step": {
                     drafter: {rule: launches_of_a_step(model, drafter, rule) for rule in RULES}
                     for drafter in DRAFTERS
+                },
+                "shared_bursts": {
+                    num_rows: {rule: shared_burst(model, num_rows, rule) for rule in RULES}
+                    for num_rows in SHARED_ROWS
                 },
                 "waits_of_a_call": max(waits_of_a_call(model, drafter, "sampled") for drafter in DRAFTERS),
             }

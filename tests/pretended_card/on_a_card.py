@@ -31,15 +31,20 @@ from quantised_files import write_model
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import medusa.base.attention
 import medusa.decoding.cuda_graphs
 import medusa.decoding.static_rows
 import pretended_card
 from medusa import CandidateTree, MedusaModel
+from medusa.base.attention import grouped_attention, pinned_attention
 from medusa.base.causal_lm import lm_head_device
 from medusa.base.loading import load_base
-from medusa.decoding.batch import BatchLimits, Row
+from medusa.decoding.batch import Batch, BatchLimits, Row
 from medusa.decoding.state import DecodeRequest
+from medusa.decoding.step import GeneralStepper
 from medusa.decoding.step_plan import Steps
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.levels import LevelDrafter
@@ -67,16 +72,21 @@ MOST_WAITS_OF_A_CALL = 7
 """And in a call of one token: four times in ``transformers``' own part of it, and for the ids, for what may
 have changed since the last call, and for the token."""
 MOST_LAUNCHES = {
-    ("plain", "greedy"): 25,
-    ("plain", "sampled"): 120,
-    ("heads", "greedy"): 81,
-    ("heads", "sampled"): 184,
-    ("dynamic-heads+suffix", "greedy"): 534,
-    ("dynamic-heads+suffix", "sampled"): 729,
+    ("plain", "greedy"): 24,
+    ("plain", "sampled"): 118,
+    ("heads", "greedy"): 80,
+    ("heads", "sampled"): 183,
+    ("dynamic-heads+suffix", "greedy"): 533,
+    ("dynamic-heads+suffix", "sampled"): 728,
 }
 """Operators of a captured step of one row that are none of the base's pass."""
 MOST_WAITS_OF_A_BURST = 1
 """And in a burst of static or captured steps, whose results it reads together."""
+MOST_LAUNCHES_OF_A_SHARED_STEP = {"greedy": 549, "sampled": 769}
+"""Operators of a captured step of a shared batch that are none of the base's pass, by the default drafter."""
+MOST_LAUNCHES_BESIDE_REPLAYS = 12
+"""Operators of a call of a shared batch whose rows have not changed, beside its replays: they read the
+results."""
 
 
 def llama(num_layers: int = NUM_LAYERS) -> LlamaForCausalLM:
@@ -209,6 +219,131 @@ def test_requests_that_share_passes_get_the_tokens_of_the_cpu_alone(models):
     assert [row.tokens for row in rows] == [each.tolist() for each in expected]
 
 
+# ------------------------------------------------------------------ a batch that requests join
+
+
+def clients(num_tokens: int = 24) -> list[tuple[Tensor, dict]]:
+    """Prompts of several clients and their options, no two alike."""
+    penalised = {"do_sample": True, "seed": 8, "temperature": 0.8, "repetition_penalty": 1.2}
+    rules = (
+        GREEDY,
+        SAMPLED,
+        GREEDY | {"eos_token_id": [20]},
+        penalised,
+        {"do_sample": True, "min_p": 0.1, "seed": 1},
+    )
+    return [
+        (random_prompts(1, 5 + 3 * place, seed=place), {**rule, "max_new_tokens": num_tokens + 9 * place})
+        for place, rule in enumerate(rules)
+    ]
+
+
+def rows_on_card(model: MedusaModel, asked: list[tuple[Tensor, dict]]) -> list[Row]:
+    return [Row(model.request(ids.to("cuda"), **options)) for ids, options in asked]
+
+
+def answer_apart(shared: Batch, rows: list[Row], num_calls: int = 2) -> None:
+    """Add ``rows`` some calls apart, and run until all have ended."""
+    for row in rows:
+        shared.add(row)
+        for _ in range(num_calls):
+            shared.step()
+    while shared.is_busy:
+        shared.step()
+
+
+def texts_of_cpu(model: MedusaModel, asked: list[tuple[Tensor, dict]]) -> list[list[int]]:
+    """The answer to each alone."""
+    return [model.generate(ids, **options)[0, ids.shape[1] :].tolist() for ids, options in asked]
+
+
+@pytest.mark.parametrize("plain", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_shared_batch_replays_graphs_and_gives_the_tokens_of_the_cpu_alone(models, monkeypatch, plain):
+    """The third time nothing has to be captured, though rows come and go: steps of few bursts are captured
+    when they come again."""
+    asked = clients()
+    expected = texts_of_cpu(models[0], asked)
+    model = MedusaModel(models[1].base, random_heads(), TREE)
+    model._costs.adaptive = lambda *_: None  # what does not pay here depends on the time that it takes
+    shared = model.continuous_batch(BatchLimits(max_rows=4, chunk=8), plain=plain)
+    monkeypatch.setattr(GeneralStepper, "advance", lambda *_: pytest.fail("a general step"))
+    num_graphs = []
+    PretendedGraph.made.clear()
+    for _ in range(3):
+        rows = rows_on_card(model, asked)
+        answer_apart(shared, rows)
+        assert [row.tokens for row in rows] == expected
+        num_graphs.append(len(PretendedGraph.made))
+    assert num_graphs[1] == num_graphs[2] > 1
+
+
+def test_steps_with_drafts_and_without_by_turns_capture_nothing_again(models):
+    model = MedusaModel(models[1].base, random_heads(), TREE)
+    model._costs.adaptive = lambda *_: RandomDrafting(3)
+    shared = model.continuous_batch(BatchLimits(max_rows=1))
+    PretendedGraph.made.clear()
+    for _ in range(3):
+        answer_apart(shared, rows_on_card(model, [(random_prompts(1, 9), GREEDY | {"max_new_tokens": 90})]))
+    assert len(PretendedGraph.made) == 2
+
+
+def test_a_burst_of_a_shared_batch_waits_once_and_launches_little_beside_its_replays(models):
+    shared = models[1].continuous_batch(BatchLimits(max_rows=4), plain=True)
+    answer_apart(shared, rows_on_card(models[1], clients()[:3]))
+    num_bursts, stood = 0, None
+    for row in rows_on_card(models[1], clients()[:3]):
+        shared.add(row)
+    while shared.is_busy:
+        num_graphs, before = len(PretendedGraph.made), shared._state and shared._state.rows
+        with pretended_card.watched() as seen:
+            shared.step()
+        if seen.launches["replay"] and len(PretendedGraph.made) == num_graphs:
+            num_bursts += 1
+            assert seen.waits.total() == MOST_WAITS_OF_A_BURST, seen.waits
+            if shared._state is not None and shared._state.rows is before is stood:
+                assert seen.launches.total() - seen.launches["replay"] <= MOST_LAUNCHES_BESIDE_REPLAYS
+            stood = before
+    assert num_bursts >= 4
+
+
+def test_a_shared_batch_is_captured_again_once_a_request_that_cannot_be_has_ended(models):
+    asked = clients(30)
+    asked[1] = (random_prompts(1, 7), {"do_sample": False, "no_repeat_ngram_size": 2, "max_new_tokens": 12})
+    expected = texts_of_cpu(models[0], asked)
+    model = MedusaModel(models[1].base, random_heads(), TREE)
+    shared = model.continuous_batch(BatchLimits(max_rows=5))
+    rows, kinds = rows_on_card(model, asked), []
+    for row in rows[:2]:
+        shared.add(row)
+    while shared.is_busy:
+        if shared._state is not None:
+            kinds.append(shared._stepper.kind_for(shared._state.rows))
+        if len(kinds) == 4:
+            for row in rows[2:]:
+                shared.add(row)
+        shared.step()
+    assert [row.tokens for row in rows] == expected
+    assert kinds[0] == "general" and kinds[-1] == "captured"
+
+
+@pytest.mark.parametrize("what", ["a hook", "mixtral-moe"])
+def test_a_shared_batch_that_cannot_be_captured_runs_general_steps_unasked(models, what):
+    base = copy.deepcopy(tiny_model("mixtral-moe" if what == "mixtral-moe" else "llama"))
+    asked = clients(20)[:3]
+    expected = texts_of_cpu(MedusaModel(base, random_heads(), TREE), asked)
+    base = copy.deepcopy(base).to("cuda")
+    if what == "a hook":
+        base.model.layers[0].register_forward_hook(lambda module, given, out: None)
+    model = MedusaModel(base, random_heads(), TREE)
+    shared = model.continuous_batch(BatchLimits(max_rows=3))
+    for _ in range(2):
+        rows = rows_on_card(model, asked)
+        with warnings.catch_warnings(record=True):
+            answer_apart(shared, rows)
+        assert [row.tokens for row in rows] == expected
+    assert shared._stepper.kind_for([]) == "general"
+
+
 # ------------------------------------------------------------------ waits
 
 
@@ -244,10 +379,22 @@ def test_steps_of_fixed_shape_wait_once_in_a_burst_alone(models, step):
 @pytest.mark.parametrize("drafter", counts.DRAFTERS)
 def test_a_captured_step_launches_and_a_call_of_one_token_waits_no_more_than_it_did(counted, drafter, rule):
     model, of_a_pass = counted
-    repeated_keys_and_values = 0 if drafter == "plain" else 2 * NUM_LAYERS
-    ours = counts.launches_of_a_step(model, drafter, rule) - of_a_pass - repeated_keys_and_values
+    regrouped = 0 if drafter == "plain" else 2 * NUM_LAYERS  # the queries of several nodes, and their results
+    ours = counts.launches_of_a_step(model, drafter, rule) - of_a_pass - regrouped
     assert ours <= MOST_LAUNCHES[drafter, rule]
     assert counts.waits_of_a_call(model, drafter, rule) <= MOST_WAITS_OF_A_CALL
+
+
+@pytest.mark.parametrize("rule", counts.RULES)
+def test_a_step_of_a_shared_batch_launches_as_much_whatever_the_number_of_rows(counted, rule):
+    """A few operators more than one of a call, whose rows all have the same settings and never fail alone."""
+    model, of_a_pass = counted
+    launches = []
+    for num_rows in (2, 4):
+        of_a_step, waits = counts.shared_burst(model, num_rows, rule)
+        launches.append(of_a_step - of_a_pass - 2 * NUM_LAYERS)
+        assert waits == MOST_WAITS_OF_A_BURST
+    assert launches[0] == launches[1] <= MOST_LAUNCHES_OF_A_SHARED_STEP[rule]
 
 
 @pytest.fixture(scope="module")
@@ -379,8 +526,11 @@ def test_fewer_steps_than_a_warm_up_takes_capture_nothing(models):
     PretendedGraph.made.clear()
     options = {**GREEDY, "max_new_tokens": 3, "drafter": "plain"}
     model, prompt = MedusaModel(models[1].base), random_prompts(1, 9).to("cuda")
-    assert torch.equal(model.generate(prompt, **options, step="captured"), model.generate(prompt, **options))
+    expected = model.generate(prompt, **options, step="general")
+    assert torch.equal(model.generate(prompt, **options, step="captured"), expected)
     assert PretendedGraph.made == []
+    assert torch.equal(model.generate(prompt, **options, step="captured"), expected)
+    assert len(PretendedGraph.made) == 1, "which are warm by now"
 
 
 @pytest.mark.parametrize("what", ["mixtral-moe", "dynamic rope", "eta_cutoff", "a hook"])
@@ -591,6 +741,59 @@ def test_passes_on_a_card_attend_without_cudnn_and_read_whole_blocks_of_slots(mo
     assert {length % 64 for _, length in seen} == {0}
 
 
+@pytest.mark.parametrize("step", ["general", "captured"])
+def test_keys_and_values_are_not_repeated_for_the_heads_that_share_them(models, monkeypatch, step):
+    base, seen = models[1].base, set()
+    attend = scaled_dot_product_attention
+
+    def watched(query, key, value, attn_mask=None, **options):
+        if attn_mask is not None:
+            seen.add((key.shape[1], attn_mask.is_floating_point()))
+        return attend(query, key, value, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    prompt = random_prompts(2, 9).to("cuda")
+    models[1].generate(prompt, **GREEDY, max_new_tokens=12, drafter="heads", step=step)
+    assert seen == {(base.config.num_key_value_heads, True)} and base.config.num_attention_heads > len(seen)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward, "for whoever comes next"
+
+
+@pytest.mark.parametrize("num_nodes", [1, 5])
+def test_attention_in_groups_is_that_of_transformers(models, num_nodes):
+    layer = models[1].base.model.layers[0].self_attn
+    torch.manual_seed(3)
+    query = torch.randn(2, num_nodes, 4, 8).to("cuda").transpose(1, 2)
+    key, value = torch.randn(2, 2, 2, 64, 8).to("cuda")
+    masks = (torch.rand(2, 1, num_nodes, 64) > 0.5).to("cuda"), torch.randn(2, 1, num_nodes, 64).to("cuda")
+    for mask in masks:
+        options = {"scaling": 0.3, "position_ids": torch.zeros(2, num_nodes, device="cuda")}
+        expected, _ = sdpa_attention_forward(layer, query, key, value, mask, **options)
+        for _ in range(2):  # the second layer finds its mask
+            with pinned_attention(query.device):
+                found, _ = grouped_attention(layer, query, key, value, mask, **options)
+            assert found.is_contiguous() and torch.allclose(found.cpu(), expected.cpu(), atol=1e-6)
+
+
+def test_what_another_thread_computes_meanwhile_is_transformers_own(models, monkeypatch):
+    from concurrent.futures import ThreadPoolExecutor
+
+    asked = []
+    theirs = medusa.base.attention.sdpa_attention_forward
+    monkeypatch.setattr(
+        medusa.base.attention,
+        "sdpa_attention_forward",
+        lambda *given, **options: asked.append(1) or theirs(*given, **options),
+    )
+    layer = models[1].base.model.layers[0].self_attn
+    query, key = torch.randn(1, 4, 3, 8).to("cuda"), torch.randn(1, 2, 64, 8).to("cuda")
+    call = (layer, query, key, key, torch.ones(1, 1, 3, 64).bool().to("cuda"))
+    with pinned_attention(query.device), ThreadPoolExecutor(1) as other:
+        grouped_attention(*call)
+        assert asked == []
+        other.submit(grouped_attention, *call).result()
+        assert asked == [1]
+
+
 def test_guessing_never_pauses_where_float32_is_multiplied_in_tf32(models, monkeypatch):
     """The text would depend on how long steps took."""
     request = models[1].request(random_prompts(1, 4).to("cuda"), **GREEDY, max_new_tokens=4)
@@ -624,7 +827,9 @@ def test_every_question_to_a_real_card_is_answered(capsys):
     on_gpu = program("scripts/on_gpu.py")
     assert on_gpu.main(["--tiny"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert "kernels" in {each["question"] for each in found}
+    assert {"kernels", "exact beside others", "batch", "clients"} <= {
+        each["question"].partition(":")[0] for each in found
+    }
 
 
 # ------------------------------------------------------------------ the card itself
