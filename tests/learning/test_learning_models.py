@@ -9,6 +9,7 @@ import torch
 from tiny_chat import HIDDEN_SIZE, VOCAB_SIZE, chat_base, chat_tokenizer, save_chat_model
 
 from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel
+from medusa.decoding.batch import Row
 from medusa.heads.checkpoint import load_heads
 
 PLAIN = CandidateTree.chain(0)
@@ -138,6 +139,7 @@ def test_heads_that_do_not_fit_change_nothing(place):
 def test_a_batch_of_before_says_that_the_heads_are_others():
     model = MedusaModel(chat_base(), tokenizer=chat_tokenizer())
     batch = model.continuous_batch()
+    row = Row(model.request(torch.tensor([[5, 6]]), max_new_tokens=2))
     model.use_heads(random_checkpoint(1))
     with pytest.raises(ValueError, match="make a new batch"):
-        batch._drafter_for(1, ())
+        batch._drafter_for([row], ())
