@@ -131,7 +131,7 @@ def row_numbers(processors: LogitsProcessorList) -> list[float] | None:
 
 @dataclass(frozen=True)
 class Program:
-    """What is computed for rows with some settings: a graph holds for one."""
+    """The computation for rows with some settings; a graph is captured for one."""
 
     samples: bool = False
     """Whether some row is sampled."""

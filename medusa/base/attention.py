@@ -41,7 +41,7 @@ MOST_TREE_NODES = 64
 
 
 MOST_MASKS = 4
-"""Masks of one pass that are kept: as many as it has types of layers."""
+"""The number of masks of one pass that are kept: as many as it has types of layers."""
 
 POSITION_OPTIONS = ("position_ids", "cache_position")
 """Tensors that a layer passes on to its attention without asking for more."""

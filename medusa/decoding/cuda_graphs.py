@@ -63,7 +63,7 @@ class StepGraphs:
 
         Args:
             key: all that a step depends on besides numbers in tensors.
-            steps: runs so many of them on the host.
+            steps: starts the given number of steps from the host.
             tensors: those beside the base's own that may move between two runs.
         """
         if not self.captures:

@@ -43,7 +43,7 @@ from medusa.drafters.protocol import (
 from medusa.hardware import sent
 
 LEAST_EOS = 4
-"""There is room for so many tokens that end a row from the start, and then for the next power of two."""
+"""The number of end tokens of a row that there is room for from the start; then the next power of two."""
 STATIC_DRAFT_RULES = (*TOKEN_RULES, *TOPOLOGY_RULES)
 """The rules for foreign drafters; checked when the host reads the results."""
 

@@ -143,7 +143,7 @@ class StaticRows:
 
 @dataclass(frozen=True)
 class BurstResults:
-    """What some steps have left, on the host."""
+    """The results of some steps, on the host."""
 
     outputs: list[StepOutput]
     """One for each step in which some row got a token."""

@@ -80,7 +80,7 @@ class StepBurst:
 
 
 class BurstRoom(Protocol):
-    """What the steps of one call may take, as a scheduler knows."""
+    """The limits of the steps of one call, as the scheduler knows them."""
 
     @property
     def slots_of_running(self) -> int:

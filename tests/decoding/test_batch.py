@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from batches import alone, answer_all, assert_each_says_what_it_says_alone, row_of
 from conftest import (
     BUSHY,
     RandomDrafting,
@@ -14,7 +15,7 @@ from conftest import (
     random_prompts,
     tiny_model,
 )
-from hypothesis import given, note, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from stateful_models import tiny_stateful_model
 from tiny_chat import chat_base, chat_heads, wide_tree
@@ -25,7 +26,7 @@ from medusa import CandidateTree, MedusaModel
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import cache_bytes
 from medusa.decoding import batch as batch_module
-from medusa.decoding.batch import Batch, BatchLimits, Row
+from medusa.decoding.batch import BatchLimits, Row
 from medusa.decoding.prefix_cache import PrefixCache
 from medusa.decoding.runners import Runner
 from medusa.decoding.scheduler import MAX_OVERTAKES, QueueFull
@@ -45,23 +46,6 @@ def eagle3_model() -> MedusaModel:
         torch.manual_seed(3)
         head = Eagle3Head(Eagle3Config.of_base(base, fused_layers=(1, 2)))
     return MedusaModel(base, head, CandidateTree.chain(3))
-
-
-def alone(model: MedusaModel, prompt: list[int], options: dict) -> list[int]:
-    """The answer of plain decoding."""
-    ids = torch.tensor([prompt])
-    return model.generate(ids, tree=CandidateTree.chain(0), **options)[0, len(prompt) :].tolist()
-
-
-def answer_all(batch: Batch, rows: list[Row]) -> None:
-    for row in rows:
-        batch.add(row)
-    while batch.is_busy:
-        batch.step()
-
-
-def row_of(model: MedusaModel, prompt: list[int], **options) -> Row:
-    return Row(model.request(torch.tensor([prompt]), **options))
 
 
 @st.composite
@@ -117,26 +101,7 @@ def test_a_request_says_what_it_says_alone_whatever_is_batched_with_it(
         ((arrivals[0][0][0][:length] + prompt if length else prompt, options), length)
         for (prompt, options), length in arrivals
     ]
-    rows = [row_of(model, prompt, **options) for (prompt, options), _ in arrivals]
-    for index, (row, (_, num_steps)) in enumerate(zip(rows, arrivals, strict=True)):
-        batch.add(row)
-        for _ in range(num_steps):
-            batch.step()
-        if index in cancelled:
-            batch.cancel(rows[index // 2])
-    while batch.is_busy:
-        batch.step()
-        assert batch.num_slots <= max(limits.max_slots, 256)
-        assert batch.prefixes.num_bytes <= limits.prefix_bytes
-    for row, ((prompt, options), _) in zip(rows, arrivals, strict=True):
-        note(f"{prompt} {options} {row.finish_reason}")
-        expected = alone(model, prompt, options)
-        if row.finish_reason == "cancelled":
-            assert row.tokens == expected[: len(row.tokens)]
-        else:
-            assert row.tokens == expected
-            has_ended = "eos_token_id" in options and expected[-1] in options["eos_token_id"]
-            assert row.finish_reason == ("stop" if has_ended else "length")
+    assert_each_says_what_it_says_alone(model, batch, arrivals, cancelled, limits)
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

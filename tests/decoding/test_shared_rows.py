@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from batches import alone, answer_all, assert_each_says_what_it_says_alone, row_of
 from conftest import (
     ARCHITECTURES,
     BUSHY,
@@ -17,7 +18,7 @@ from conftest import (
     random_prompts,
     tiny_model,
 )
-from hypothesis import given, note, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
@@ -25,7 +26,7 @@ from medusa import CandidateTree, MedusaModel
 from medusa.acceptance.row_settings import Program, row_numbers
 from medusa.base.cache import CacheMemory
 from medusa.base.causal_lm import new_cache, prefill
-from medusa.decoding.batch import Batch, BatchLimits, Row
+from medusa.decoding.batch import Batch, BatchLimits
 from medusa.decoding.shared_rows import AWAITED_INTERVAL, can_be_static
 from medusa.decoding.static import StaticState
 from medusa.decoding.step import GeneralStepper
@@ -33,7 +34,6 @@ from medusa.drafters.registry import DrafterFactory
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 
 EOS = 11
-PLAIN = CandidateTree.chain(0)
 DRAFTERS = ["default", "heads", "dynamic-heads+suffix", "suffix", "plain"]
 ON_THE_HOST = [
     {"no_repeat_ngram_size": 2},
@@ -61,24 +61,6 @@ def batch_of(
             None,
         )
     return batch
-
-
-def row_of(model: MedusaModel, prompt: list[int], **options) -> Row:
-    return Row(model.request(torch.tensor([prompt]), **options))
-
-
-def alone(model: MedusaModel, prompt: list[int], options: dict) -> list[int]:
-    """The answer of plain decoding in general steps."""
-    call = {name: value for name, value in options.items() if name != "num_logprobs"}
-    ids = torch.tensor([prompt])
-    return model.generate(ids, **call, tree=PLAIN, step="general")[0, len(prompt) :].tolist()
-
-
-def answer_all(batch: Batch, rows: list[Row]) -> None:
-    for row in rows:
-        batch.add(row)
-    while batch.is_busy:
-        batch.step()
 
 
 @contextmanager
@@ -143,26 +125,7 @@ def test_a_request_says_what_it_says_alone_whatever_comes_and_goes(
     batch = batch_of(model, limits, interval, name)
     first = arrivals[0][0][0]
     arrivals = [((first[: 3 * wait] + prompt, options), wait) for (prompt, options), wait in arrivals]
-    rows = [row_of(model, prompt, **options) for (prompt, options), _ in arrivals]
-    for index, (row, (_, num_calls)) in enumerate(zip(rows, arrivals, strict=True)):
-        batch.add(row)
-        for _ in range(num_calls):
-            batch.step()
-        if index in cancelled:
-            batch.cancel(rows[index // 2])
-    while batch.is_busy:
-        batch.step()
-        assert batch.num_slots <= max(limits.max_slots, 256)
-        assert batch.prefixes.num_bytes <= limits.prefix_bytes
-    for row, ((prompt, options), _) in zip(rows, arrivals, strict=True):
-        note(f"{prompt} {options} {row.finish_reason} {row.error}")
-        expected = alone(model, prompt, options)
-        if row.finish_reason == "cancelled":
-            assert row.tokens == expected[: len(row.tokens)]
-        else:
-            assert row.tokens == expected
-            has_ended = "eos_token_id" in options and expected[-1] in options["eos_token_id"]
-            assert row.finish_reason == ("stop" if has_ended else "length")
+    assert_each_says_what_it_says_alone(model, batch, arrivals, cancelled, limits)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -24,7 +24,7 @@ MOST_TILE_ROWS = 64
 """Rows of a tile, at most, where numbers have 16 bits; half as many where a head has 256 numbers. In float32
 a tile has the fewest, always, since a product of another shape may sum in another order."""
 FEWEST_TILE_ROWS = 16
-"""What ``tl.dot`` takes, at least."""
+"""The fewest rows that ``tl.dot`` takes."""
 TILE_BYTES = 16384
 """Bytes of the keys that a program multiplies at once, at most: more of them, and of their values, do not fit
 its registers."""
