@@ -24,37 +24,33 @@ from medusa.base.known_models import digest_of_files, heads_that_fit, learning_p
 from medusa.base.loading import BaseSource, find_base, load_tokenizer
 from medusa.base.pooling import Pooling
 from medusa.base.profile import BaseProfile
-from medusa.decoding.adaptive import AdaptiveDrafting, DraftCosts
 from medusa.decoding.batch import Batch, BatchLimits, StepResult, decode
+from medusa.decoding.executor import Call, Executor, reads_features, trees_of
 from medusa.decoding.pooled_states import PooledStates
 from medusa.decoding.prefix_cache import PrefixCache
 from medusa.decoding.prefix_store import PrefixStore, prefix_home
 from medusa.decoding.request import check_arguments, decode_request, joined_sequences, with_stop_strings
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import DecodingStatistics, MedusaOutput
-from medusa.decoding.step_plan import Steps
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.references import References, SuffixCorpus, references_of
-from medusa.drafters.registry import MAX_OPTIONAL_NODES, DraftCall, DrafterFactory
-from medusa.drafters.suffix import SuffixDrafter
-from medusa.engine.engine_state import EngineState
+from medusa.drafters.registry import DrafterFactory
 from medusa.engine.identity import identity_of
 from medusa.engine.loading import PLACING, load_for_engine, load_own_heads, load_placed
-from medusa.hardware import multiplies_in_float32, release_threads
-from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
+from medusa.hardware import release_threads
+from medusa.heads.autoregressive_head import Heads
 from medusa.heads.checkpoint import (
     OWN_HEADS,
     HeadsCheckpoint,
     check_heads_fit_source,
-    check_tree_fits,
     load_heads,
 )
 from medusa.heads.mtp import can_draft_itself
 from medusa.hub import HUB_ARGUMENTS
 from medusa.learning.idle_learning import IdleLearning
-from medusa.options import ANY_SHAPE_STEPS, DrafterSettings, Engine, StepKind, check_read_by
+from medusa.options import STEPS, DrafterSettings, Engine, StepKind, check_read_by
 from medusa.trees.candidate_tree import CandidateTree
-from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for, for_runtime
+from medusa.trees.tuned_trees import Runtime, TunedTree
 
 
 @dataclass(frozen=True)
@@ -99,16 +95,12 @@ class MedusaModel:
         """What :meth:`learn` has started."""
         self.prefixes: PrefixCache | None = None
         """What :meth:`keep_prefixes` keeps."""
-        self._changing = threading.RLock()  # held while a call takes its heads, its tree and its steps
+        self._changing = threading.RLock()  # held while a call plans, and while heads are exchanged
         self._running: set[object] = set()  # something for each call from which is learned
-        self._all_tuned = self.tuned = tuple(tuned)
-        """The tuned trees that this runtime takes (see :func:`medusa.trees.tuned_trees.for_runtime`)."""
-        self.refresh()
         self._tokenizer = tokenizer
         self._tokenizer_source: str | BaseSource = base.name_or_path
-        self._default_tree = self._checked_tree(tree)
-        for entry in self.tuned:
-            self._checked_tree(entry.tree)
+        self._trees = trees_of(heads, tree, tuned)  # of all runtimes
+        self.refresh()
 
     def refresh(self) -> None:
         """Take over the current weights of base and heads, after they were trained, edited, cast or moved.
@@ -119,10 +111,10 @@ class MedusaModel:
         Raises:
             ValueError: the engine cannot run the base as it is now.
         """
-        state = EngineState(self.base, self.heads, self.engine)
-        steps = Steps(state.engine_base, state.optimized_heads)
-        steps.check(self.step)
-        self._take(state, steps)
+        executor = Executor(self.base, self.heads, self.engine, self._trees, lambda: self.tokenizer)
+        executor.check(self.step)
+        self._executor = executor
+        release_threads()
 
     def use_heads(self, checkpoint: HeadsCheckpoint) -> None:
         """Draft with other heads, in their trees, from here on; calls that have begun go on with theirs. The
@@ -142,23 +134,16 @@ class MedusaModel:
                 "from_pretrained"
             )
         checkpoint.fit_to(self.base, is_shared=True)
-        if not self._engine_state.is_current():
-            self.refresh()
-        state = self._engine_state.with_heads(checkpoint.heads)
-        steps = self._steps.with_heads(state.optimized_heads)
-        tuned = tuple(checkpoint.tuned)
-        default = CandidateTree.chain(checkpoint.heads.num_heads)
-        if checkpoint.tree is not None:
-            default = checkpoint.tree
-        for tree in (default, *(entry.tree for entry in tuned)):
-            check_tree_fits(tree, checkpoint.heads)
+        heads = checkpoint.heads
+        trees = trees_of(heads, checkpoint.tree, checkpoint.tuned)
+        executor = self._current_executor().with_heads(heads, trees)
 
         def take() -> None:
             with self._changing:
-                self.heads = checkpoint.heads
-                self._default_tree = default
-                self._all_tuned = tuned
-                self._take(state, steps)
+                self.heads = heads
+                self._trees = trees
+                self._executor = executor
+            release_threads()
 
         return take
 
@@ -210,7 +195,7 @@ class MedusaModel:
         files = digest_of_files(self.base.name_or_path) if max_bytes and self.base.name_or_path else None
         if files is None or self.profile.keeps_state or getattr(self.base, "peft_config", None):
             return None
-        keeps_features = _reads_features(None if plain else self.heads)
+        keeps_features = reads_features(None if plain else self.heads)
         identity = identity_of(files, self.engine_base, self.step, keeps_features)
         try:
             return PrefixStore(prefix_home() / identity, max_bytes)
@@ -226,44 +211,46 @@ class MedusaModel:
         if store is not None:
             weakref.finalize(self, store.close)
 
-    def _take(self, state: EngineState, steps: Steps) -> None:
-        # Assigned together, after all that can fail: other threads may be in calls.
-        self._engine_state = state
-        self._steps = steps
-        self._drafters = DrafterFactory(self)
-        self._costs = DraftCosts()
-        self.tuned = for_runtime(self._all_tuned, self.runtime)
-        release_threads()
+    def _current_executor(self) -> Executor:
+        """The executor, made anew where base or heads have changed and no engine holds a copy of them."""
+        if not self._executor.state.is_current():
+            self.refresh()
+        return self._executor
 
     @property
     def engine_base(self) -> CausalLM:
         """The base model as the engine runs it; ``base`` itself when eager."""
-        return self._engine_state.engine_base
+        return self._executor.engine_base
 
     @property
     def profile(self) -> BaseProfile:
         """The facts about the base on which the way of running depends."""
-        return self._steps.profile
+        return self._executor.profile
 
     @property
     def optimized_heads(self) -> Heads | None:
         """The heads as the engine computes them; ``heads`` itself where it has no faster way."""
-        return self._engine_state.optimized_heads
+        return self._executor.optimized_heads
 
     @property
     def runtime(self) -> Runtime:
         """Device, dtype and engine of this model, by which it takes its tuned trees."""
-        return self._engine_state.runtime
+        return self._executor.state.runtime
+
+    @property
+    def tuned(self) -> tuple[TunedTree, ...]:
+        """The tuned trees that this runtime takes (see :func:`medusa.trees.tuned_trees.for_runtime`)."""
+        return self._executor.trees.tuned
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles hold the constructor's arguments; the engine's part is built again."""
         arguments = (
             self.base,
             self.heads,
-            self._default_tree,
+            self._trees.default,
             self.tokenizer,
             self.engine,
-            self._all_tuned,
+            self._trees.tuned,
             self.step,
         )
         return type(self), arguments
@@ -297,7 +284,7 @@ class MedusaModel:
                 :meth:`tree_for`, else a chain.
             tokenizer: by default the base's own; see :attr:`tokenizer`.
             engine: how the base's layers are executed (see :mod:`medusa.engine`).
-            step: how decode steps are run (see :mod:`medusa.decoding.step_plan`).
+            step: how decode steps are run (see :mod:`medusa.decoding.executor`).
             learn: learn heads from what is written: see :meth:`learn`. Heads that are named stay in use.
             base_kwargs: for ``AutoModelForCausalLM.from_pretrained`` (``dtype``, ``device_map``,
                 ``revision``, ``trust_remote_code``, ...). ``token``, ``cache_dir`` and ``local_files_only``
@@ -390,22 +377,20 @@ class MedusaModel:
 
         "auto" is "captured" on one CUDA device and "general" elsewhere. A call whose drafter or whose
         processors and criteria need the host at every step runs general steps there too."""
-        step = step or self.step
-        return self._steps.fastest if step == "auto" else step
+        return self._executor.step_for(step or self.step)
 
     def tree_for(self, batch_size: int, step: StepKind | None = None) -> CandidateTree:
         """The candidate tree of a call that names none, with ``batch_size`` rows and steps of kind ``step``.
 
-        It is the tree that was tuned for this runtime, as :func:`chosen_for` chooses; the default tree where
-        none was tuned. The tokens do not depend on it.
+        It is the tree that was tuned for this runtime (:meth:`medusa.trees.tuned_trees.Trees.tree_for`); the
+        default tree where none was tuned. The tokens do not depend on it.
         """
-        tuned = chosen_for(self.tuned, batch_size, self.step_for(step))
-        return self._default_tree if tuned is None else tuned
+        return self._executor.tree_for(batch_size, step or self.step)
 
     def drafter_for(self, batch_size: int) -> Drafter:
         """A new drafter, the one that a call with ``batch_size`` rows uses if it names none: see
         :meth:`medusa.drafters.registry.DrafterFactory.default`."""
-        return self._drafters.default(batch_size)
+        return self._executor.drafters.default(batch_size, self.step)
 
     def make_drafter(
         self,
@@ -447,7 +432,7 @@ class MedusaModel:
         Raises:
             ValueError: such steps do not run on this base.
         """
-        self._steps.check(step)
+        self._executor.check(step)
         self.step = step
 
     def use_tree(self, tree: CandidateTree) -> None:
@@ -456,21 +441,19 @@ class MedusaModel:
         Raises:
             ValueError: the heads cannot fill it.
         """
-        self._default_tree = self._checked_tree(tree)
-        self.tuned = ()
-        self._all_tuned = ()
-        self._costs = DraftCosts()
+        self._trees = trees_of(self.heads, tree)
+        self._executor.use_trees(self._trees)
 
     @property
     def can_compile(self) -> bool:
         """Whether :meth:`compile` has all that it needs here."""
-        return self._steps.compiled_unsupported_reason() is None
+        return self._executor.compiled_unsupported_reason() is None
 
     @property
     def plain_step_seconds(self) -> float | None:
         """The time of a step of one text that drafts nothing, as drafting has found it to know whether it
         pays; None before, and where it never stops."""
-        return self._costs.plain_seconds(num_rows=1)
+        return self._executor.costs.plain_seconds(num_rows=1)
 
     @property
     def is_compiled(self) -> bool:
@@ -480,7 +463,7 @@ class MedusaModel:
     @property
     def library_paths(self) -> list[Path]:
         """Where the libraries of :meth:`compile` are, or will be."""
-        return self._steps.library_paths()
+        return self._executor.library_paths()
 
     def compile(self) -> float:
         """Compile or load the libraries of ``step="compiled"`` for base and heads. Returns the seconds that
@@ -489,8 +472,7 @@ class MedusaModel:
         Raises:
             ValueError: this engine compiles no pass, or something is missing.
         """
-        self._steps.check("compiled")
-        seconds = self._steps.compiled_pass()[1]
+        seconds = self._executor.compile()
         release_threads()
         return seconds
 
@@ -580,42 +562,10 @@ class MedusaModel:
         Raises:
             ValueError: steps of this model's kind cannot be drafted by its heads.
         """
-        self._steps.check(self.step)
         limits = limits or BatchLimits()
-        heads = None if plain else self.heads
-        if self.step == "compiled" and not plain:
-            self.compile()  # before anybody waits for an answer
-        if not self._engine_state.is_current():
-            self.refresh()
-        plan = self._steps.plan_of_many(
-            self.step,
-            limits.max_rows,
-            () if heads is None else heads.aux_layers,
-            keeps_features=_reads_features(heads),
-        )
-        factory = self._drafters
-        in_float32 = multiplies_in_float32(self.profile.dtype, self.device)
-
-        def make_drafter(
-            num_rows: int, has_references: bool, step: StepKind
-        ) -> tuple[Drafter, AdaptiveDrafting | None]:
-            if self._drafters is not factory:
-                raise ValueError("the model has other heads since this batch was made; make a new batch")
-            drafter = factory.make("plain") if plain else factory.default(num_rows, step, has_references)
-            return drafter, self._costs.adaptive(drafter, in_float32, step, num_rows)
-
-        trees = (self._default_tree, *(entry.tree for entry in self.tuned))
-        num_nodes = 1 if plain else max(tree.num_nodes for tree in trees) + MAX_OPTIONAL_NODES
-        depth = 0 if plain else max(SuffixDrafter().max_depth, *(tree.depth for tree in trees))
-        num_before = (plan.stepper.interval - 1) * (depth + 1)
-        return Batch(
-            plan.runner,
-            plan.stepper,
-            make_drafter,
-            self._engine_state.staleness_check(),
-            limits,
-            max_nodes=num_before + num_nodes,
-        )
+        plan = self._current_executor().plan_of_many(self.step, limits.max_rows, plain)
+        release_threads()  # what is compiled now, before anybody waits for an answer, has taken some
+        return Batch(plan, limits)
 
     def pooled_states(self, ids: Sequence[int], pooling: Pooling) -> PooledStates:
         """The embedding of a text with the tokens ``ids``, to be read; see
@@ -624,7 +574,7 @@ class MedusaModel:
         Raises:
             ValueError: as :meth:`continuous_batch`.
         """
-        return PooledStates(self._steps.runner_of_texts(self.step), ids, pooling)
+        return PooledStates(self._executor.plan_of_many(self.step, plain=True).runner, ids, pooling)
 
     def request(
         self,
@@ -723,26 +673,11 @@ class MedusaModel:
         request = decode_request(self.base, seed=options.seed, acceptance=options.acceptance, **call)
         request = self._with_references(request, options.prediction, options.corpus)
         with self._changing:
-            if not self._engine_state.is_current():
-                self.refresh()
-            staleness_check = self._engine_state.staleness_check()
-            step = self.step_for(options.step)
-            drafter = self._drafter(options, request, step)
-            if (options.step or self.step) == "auto" and not self._steps.takes(step, drafter, request):
-                step = "general"
-                drafter = self._drafter(options, request, step)
-            adaptive = self._adaptive(options, request, step, drafter)
-            plan = self._steps.plan(step, drafter, request)
-        statistics = DecodingStatistics() if statistics is None else statistics
-        statistics.setup_seconds += plan.setup_seconds
-        batch = Batch(
-            plan.runner,
-            plan.stepper,
-            lambda *_: (drafter, adaptive),
-            staleness_check,
-            statistics=statistics,
-        )
-        if self.prefixes is not None and step in ANY_SHAPE_STEPS and request.is_exact:
+            plan = self._current_executor().plan(
+                Call(request, options.step or self.step, options.drafter, options.tree)
+            )
+        batch = Batch(plan, statistics=statistics)
+        if self.prefixes is not None and STEPS[plan.step].has_any_shape and request.is_exact:
             batch.prefixes = self.prefixes
         steps = decode(batch, request, is_streamed)
         return steps if self.learning is None else self._learned_from(request, steps, self.learning)
@@ -790,42 +725,3 @@ class MedusaModel:
         if not config.return_dict_in_generate:
             return sequences
         return MedusaOutput(sequences=cast(torch.LongTensor, sequences), statistics=statistics)
-
-    def _drafter(self, options: _Options, request: DecodeRequest, step: StepKind) -> Drafter:
-        """The drafter of this call: see :meth:`medusa.drafters.registry.DrafterFactory.choose`."""
-        if options.drafter is None and options.tree is not None:
-            check_tree_fits(options.tree, self.heads)
-        rule = request.rule
-        return self._drafters.choose(
-            DraftCall(
-                len(request.tokens),
-                step,
-                options.drafter,
-                options.tree,
-                is_exact=request.is_exact,
-                only_chains=rule is not None and rule.only_chains,
-                has_references=bool(request.references),
-            )
-        )
-
-    def _adaptive(
-        self, options: _Options, request: DecodeRequest, step: StepKind, drafter: Drafter
-    ) -> AdaptiveDrafting | None:
-        """The adaptive policy of this call; None if the caller named a tree or a drafter, or if the text
-        depends on the drafts."""
-        if options.tree is not None or options.drafter is not None or not request.is_exact:
-            return None
-        in_float32 = multiplies_in_float32(self.profile.dtype, self.device)
-        return self._costs.adaptive(drafter, in_float32, step, len(request.tokens))
-
-    def _checked_tree(self, tree: CandidateTree | None) -> CandidateTree:
-        """``tree``, which the heads must be able to fill; by default a chain over all heads."""
-        if tree is None:
-            return CandidateTree.chain(0 if self.heads is None else self.heads.num_heads)
-        check_tree_fits(tree, self.heads)
-        return tree
-
-
-def _reads_features(heads: Heads | None) -> bool:
-    """Whether ``heads`` read the base's hidden states of the whole text."""
-    return isinstance(heads, AutoregressiveHead)

@@ -10,18 +10,38 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Engine = Literal["auto", "eager", "packed", "int8"]
 """How the base model's layers are executed; the table is in :mod:`medusa.engine`."""
 StepKind = Literal["auto", "general", "static", "compiled", "captured"]
-"""How decode steps are run; the table is in :mod:`medusa.decoding.step_plan`."""
-ANY_SHAPE_STEPS: tuple[StepKind, ...] = ("general", "compiled")
-"""Step kinds whose drafts may have another number of nodes at every step."""
+"""How decode steps are run; the table is in :mod:`medusa.decoding.executor`."""
 ForeignName = Literal["vllm-medusa", "vllm-eagle3", "speculators"]
 """Formats that heads are written in for other projects, and checked as; see :mod:`medusa.interop`."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Precision of a base model."""
+
+
+class StepTraits(NamedTuple):
+    """The properties of a kind of steps."""
+
+    has_any_shape: bool
+    """Whether drafts may have another number of nodes at every step; the host reads each step's tokens."""
+    is_compiled: bool = False
+    """Whether passes are compiled ahead."""
+    is_captured: bool = False
+    """Whether a step is a CUDA graph."""
+
+
+STEPS: dict[StepKind, StepTraits] = {
+    "general": StepTraits(has_any_shape=True),
+    "static": StepTraits(has_any_shape=False),
+    "compiled": StepTraits(has_any_shape=True, is_compiled=True),
+    "captured": StepTraits(has_any_shape=False, is_captured=True),
+}
+"""All kinds that a step can be; "auto" stands for one of them."""
+FALLBACK_STEP: StepKind = "general"
+"""The kind that decodes whatever a call asks for, on any base."""
 
 NOT_UTF8 = "must be UTF-8 text, and is not; convert it first, for example with iconv"
 SETTING_OF = {"draft_model": "draft-model", "exit_layer": "early-exit", "eagle3": "eagle3"}

@@ -324,7 +324,7 @@ def kernels(card: Card) -> Answer:
     the longest, each with its number."""
     from torch.profiler import ProfilerActivity, profile
 
-    runner = list(card.last._steps.captured)[-1]
+    runner = list(card.last._executor.captured)[-1]
     graph = next(iter(runner._graphs.values()))
 
     def step() -> None:

@@ -14,6 +14,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -47,7 +48,7 @@ from transformers import (
 from medusa import CandidateTree, HeadsConfig, MedusaHeads
 from medusa.decoding.batch import Batch, StepResult
 from medusa.decoding.batch import decode as decoded
-from medusa.decoding.step_plan import Steps
+from medusa.decoding.executor import Call, Executor
 from medusa.drafters.protocol import Draft, DraftContext, PlainDrafter, StatelessDrafter
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.engine.libraries import found_compiler
@@ -200,13 +201,13 @@ def counting_heads(size: int, is_trained: bool = True) -> MedusaHeads:
 def decode(
     base, drafter, request, statistics=None, adaptive=None, step="general", host_sync_interval=None
 ) -> Iterator[StepResult]:
-    """The steps of one request; ``base`` may be :class:`Steps`, which keep what they have compiled."""
-    steps = base if isinstance(base, Steps) else Steps(base)
-    plan = steps.plan(step, drafter, request)
+    """The steps of one request; ``base`` may be an :class:`Executor`, which keeps what it has compiled."""
+    executor = base if isinstance(base, Executor) else Executor(base)
+    plan = executor.plan(Call(request, step, drafter))
     if host_sync_interval is not None:
         plan.stepper.interval = host_sync_interval
     guide = drafter, adaptive
-    batch = Batch(plan.runner, plan.stepper, lambda *_: guide, statistics=statistics)
+    batch = Batch(replace(plan, make_drafter=lambda *_: guide), statistics=statistics)
     return decoded(batch, request)
 
 

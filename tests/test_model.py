@@ -46,7 +46,7 @@ from medusa import (
     save_heads,
 )
 from medusa.base.causal_lm import cache_argument, cache_of
-from medusa.decoding.step_plan import Steps
+from medusa.decoding.executor import Executor
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import PlainDrafter
@@ -368,13 +368,14 @@ def drafters_of(model, monkeypatch, **options):
     """What the loop is given for a call with these ``options``."""
     given = []
 
-    def noting(steps, kind, drafter, request):
-        given.append(drafter)
-        return plan(steps, kind, drafter, request)
+    def noting(executor, call):
+        planned = plan(executor, call)
+        given.append(planned.make_drafter(1, False, planned.step)[0])
+        return planned
 
-    plan = Steps.plan
+    plan = Executor.plan
     with monkeypatch.context() as patch:
-        patch.setattr(Steps, "plan", noting)
+        patch.setattr(Executor, "plan", noting)
         model.generate(PROMPT, **options)
     return given
 
@@ -404,7 +405,7 @@ def test_the_default_is_one_that_the_step_can_run(model, monkeypatch):
     host_bound = UnionDrafter([drafter, OracleDrafter([], TREE, hit_rate=1.0)])
     monkeypatch.setattr("medusa.drafters.registry.not_capturable", lambda _: [host_bound])
     assert type(model.drafter_for(1)) is DynamicHeadsDrafter
-    assert type(model._drafters.default(1, "static")) is HeadsDrafter
+    assert type(model._executor.drafters.default(1, "static")) is HeadsDrafter
 
 
 @pytest.mark.parametrize(

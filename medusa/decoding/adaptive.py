@@ -34,7 +34,7 @@ from torch import Tensor
 
 from medusa.drafters.protocol import Drafter, PlainDrafter
 from medusa.drafters.suffix import SuffixDrafter
-from medusa.options import ANY_SHAPE_STEPS, StepKind
+from medusa.options import STEPS, StepKind
 
 MAX_DEBT = 1.0
 """Largest loss before drafting stops, in plain steps."""
@@ -159,7 +159,7 @@ class DraftCosts:
         if not in_float32 or drafter.max_depth == 0:
             return None
         cost = self.known.setdefault((step, num_rows), DraftCost())
-        fallback = SuffixDrafter(min_match=FALLBACK_MATCH) if step in ANY_SHAPE_STEPS else None
+        fallback = SuffixDrafter(min_match=FALLBACK_MATCH) if STEPS[step].has_any_shape else None
         return AdaptiveDrafting(cost, fallback)
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from collections.abc import Generator, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -35,8 +35,8 @@ from medusa.base.causal_lm import (
 )
 from medusa.decoding.accept import RowsFailed
 from medusa.decoding.adaptive import AdaptiveDrafting
+from medusa.decoding.executor import Plan
 from medusa.decoding.prefix_cache import PrefixCache
-from medusa.decoding.runners import Runner
 from medusa.decoding.scheduler import Chunk, Phase, Prefill, Scheduler, SchedulerLimits
 from medusa.decoding.state import DecodeRequest, DecodeState, Row
 from medusa.decoding.statistics import DecodingStatistics, PhaseClock
@@ -44,7 +44,6 @@ from medusa.decoding.step import (
     RowOutput,
     StepBurst,
     StepOutput,
-    Stepper,
     nan_logits,
     prefill_request,
     sampled_kind,
@@ -122,43 +121,34 @@ class Batch:
     Call :meth:`add` at any time, and :meth:`step` for as long as :attr:`is_busy`.
 
     Args:
-        runner: reads prompts, with the hidden states of the layers that drafters read.
-        stepper: runs the steps.
-        make_drafter: called with a number of rows, rounded up to a power of two, whether rows have reference
-            texts, and the kind of their steps; returns (drafter, adaptive policy or None). Its results are
-            kept.
-        staleness_check: raises ValueError if base or heads have changed since the batch was made. Called with
-            True for each new request, and with False before each step.
-        max_nodes: slots that a row needs beyond its text: the largest number of nodes of a draft, root
-            included, after all that the steps of one call before the last may add.
+        plan: how it decodes.
+        limits: by default those of one request.
+        statistics: counts what is done, from the plan's set-up on.
     """
 
     def __init__(
         self,
-        runner: Runner,
-        stepper: Stepper,
-        make_drafter: Callable[[int, bool, StepKind], tuple[Drafter, AdaptiveDrafting | None]],
-        staleness_check: Callable[[bool], None] = lambda is_new_request: None,
+        plan: Plan,
         limits: BatchLimits = SINGLE_REQUEST,
         statistics: DecodingStatistics | None = None,
-        max_nodes: int = 1,
     ):
         self.limits = limits
         self.statistics = DecodingStatistics() if statistics is None else statistics
+        self.statistics.setup_seconds += plan.setup_seconds
         self.num_drafted = 0
         """Draft tokens that were verified."""
         self.prefixes = PrefixCache(limits.prefix_bytes)
-        self.staleness_check = staleness_check
-        self._runner = runner
-        self._stepper = stepper
-        self._make_drafter = make_drafter
+        self.staleness_check = plan.staleness_check
+        self._runner = plan.runner
+        self._stepper = plan.stepper
+        self._make_drafter = plan.make_drafter
         self._clock = PhaseClock(self.statistics)
         self._state: DecodeState | None = None  # the rows that decode; None without any
         self._drafters: dict[tuple[int, bool, StepKind], tuple[Drafter, AdaptiveDrafting | None]] = {}
         self._last_drafter: Drafter | None = None  # of the last step; what it keeps covers all but new rows
         self._has_joined = False  # whether rows have joined since the last step
         self._scheduler: Scheduler[Row, _Prefill] = Scheduler(
-            limits, GROWTH_STEP, max_nodes, runner.profile.context
+            limits, GROWTH_STEP, plan.max_nodes, plan.runner.profile.context
         )
 
     @property

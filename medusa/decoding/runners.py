@@ -1,6 +1,6 @@
 """Runs the passes of general steps: a prompt, and a draft below each row's text.
 
-A runner is chosen once for a request or a batch (:mod:`medusa.decoding.step_plan`). It knows how passes are
+A runner is chosen once for a request or a batch (:mod:`medusa.decoding.executor`). It knows how passes are
 computed (by the base's modules or compiled ahead), which cache they need, and when a pass must be run again:
 where a node is not finite. The base gives NaN or infinity on a guess that nobody would write. Attention
 multiplies masked slots by 0, so one such node makes all others NaN. The pass is run again without guesses.

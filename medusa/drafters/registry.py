@@ -48,7 +48,7 @@ from medusa.heads.checkpoint import HeadsCheckpoint, check_heads_fit, load_heads
 from medusa.heads.eagle3 import Eagle3Head
 from medusa.heads.fingerprint import warn_of_another_base
 from medusa.heads.mtp import mtp_unsupported_reason
-from medusa.options import ANY_SHAPE_STEPS, DrafterSettings, Engine, StepKind
+from medusa.options import STEPS, DrafterSettings, Engine, StepKind
 from medusa.trees.candidate_tree import CandidateTree
 
 DEFAULT_DRAFT_LENGTH = 4
@@ -395,7 +395,7 @@ class DrafterFactory:
         if not host.tree_for(num_rows, step).depth:
             return self.make("suffix") if has_references else PlainDrafter()
         fastest = self.make(DEFAULT_DRAFTER, num_rows=num_rows, step=step)
-        if host.step_for(step) not in ANY_SHAPE_STEPS:
+        if not STEPS[host.step_for(step)].has_any_shape:
             return self.make("heads", num_rows=num_rows, step=step) if not_capturable(fastest) else fastest
         if isinstance(fastest, DynamicDrafter):
             return fastest.with_suffix(fastest.suffix_length, MAX_OPTIONAL_NODES)

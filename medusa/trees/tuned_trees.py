@@ -52,7 +52,7 @@ class TunedTree:
     origin: Mapping[str, Any] = field(default_factory=dict)
     """The measurements, in plain JSON values."""
     step: str = DEFAULT_STEP
-    """How the steps were run that were timed (see :mod:`medusa.decoding.step_plan`)."""
+    """How the steps were run that were timed (see :mod:`medusa.decoding.executor`)."""
 
     @property
     def key(self) -> tuple[Runtime, str, int]:
@@ -96,6 +96,46 @@ class TunedTree:
         rest = {key: value for key, value in entry.items() if key not in known}
         runtime = Runtime(*(entry[key] for key in RUNTIME_KEYS))
         return cls(runtime, rows, tree_from_json(entry["paths"], origin), rest, step)
+
+
+@dataclass(frozen=True)
+class Trees:
+    """The candidate trees of some heads."""
+
+    default: CandidateTree
+    """The tree where none was tuned."""
+    tuned: tuple[TunedTree, ...] = ()
+
+    def on(self, runtime: Runtime) -> Trees:
+        """Those that ``runtime`` takes: see :func:`for_runtime`."""
+        return replace(self, tuned=for_runtime(self.tuned, runtime))
+
+    def tree_for(self, batch_size: int, step: str) -> CandidateTree:
+        """The tree of ``batch_size`` rows in steps of kind ``step``, among those of one runtime: that of the
+        nearest batch size at or above.
+
+        Rows that finish leave a batch, and a tree chosen for more rows than there are errs on the small side.
+        Above the largest measured size its tree is used. If no such steps were timed, trees of general steps
+        are used; on a graphics card, where nodes are cheap in steps of any kind, of any other; the default
+        without any.
+        """
+        by_step: dict[str, list[TunedTree]] = {}
+        for entry in self.tuned:
+            by_step.setdefault(entry.step, []).append(entry)
+        fitting = by_step.get(step) or by_step.get(DEFAULT_STEP)
+        if not fitting:
+            fitting = [entry for entry in self.tuned if entry.runtime.is_card]
+        if not fitting:
+            return self.default
+        above = [tuned for tuned in fitting if tuned.batch_size >= batch_size]
+        if above:
+            return min(above, key=lambda tuned: tuned.batch_size).tree
+        return max(fitting, key=lambda tuned: tuned.batch_size).tree
+
+    @property
+    def all(self) -> tuple[CandidateTree, ...]:
+        """The default, and the tuned ones."""
+        return (self.default, *(entry.tree for entry in self.tuned))
 
 
 def tree_from_json(paths: Any, origin: str) -> CandidateTree:
@@ -155,24 +195,6 @@ def for_runtime(trees: Iterable[TunedTree], runtime: Runtime) -> tuple[TunedTree
             source = other_cards[0]
         entries += by_runtime.get(source, ())
     return tuple(sorted(entries, key=lambda tuned: tuned.batch_size))
-
-
-def chosen_for(trees: Sequence[TunedTree], batch_size: int, step: str = DEFAULT_STEP) -> CandidateTree | None:
-    """The tree of the nearest batch size at or above ``batch_size`` among the trees of one runtime.
-
-    Rows that finish leave a batch, and a tree chosen for more rows than there are errs on the small side.
-    Above the largest measured size its tree is used. If no steps of kind ``step`` were timed, trees of
-    general steps are used; on a graphics card, where nodes are cheap in steps of any kind, of any other; None
-    without any.
-    """
-    by_step = {kind: [tuned for tuned in trees if tuned.step == kind] for kind in (step, DEFAULT_STEP)}
-    fitting = by_step[step] or by_step[DEFAULT_STEP] or [tuned for tuned in trees if tuned.runtime.is_card]
-    if not fitting:
-        return None
-    above = [tuned for tuned in fitting if tuned.batch_size >= batch_size]
-    if above:
-        return min(above, key=lambda tuned: tuned.batch_size).tree
-    return max(fitting, key=lambda tuned: tuned.batch_size).tree
 
 
 def merged(old: Iterable[TunedTree], new: Sequence[TunedTree]) -> tuple[TunedTree, ...]:

@@ -13,8 +13,8 @@ from medusa import HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel, save_
 from medusa.cli import loading
 from medusa.cli.loading import set_step
 from medusa.cli.main import main
-from medusa.decoding import step_plan
-from medusa.decoding.step_plan import Steps
+from medusa.decoding import executor
+from medusa.decoding.executor import Executor
 from medusa.engine.kernels import kernels_unsupported_reason
 
 
@@ -32,7 +32,7 @@ def compiling(monkeypatch, tmp_path):
             path.write_bytes(b"12345")
         return self.base, 321.0
 
-    monkeypatch.setattr(Steps, "compiled_pass", compiled_pass)
+    monkeypatch.setattr(Executor, "compiled_pass", compiled_pass)
     return made
 
 
@@ -65,7 +65,7 @@ def test_where_compiled_passes_are_refused_steps_run_general_and_the_user_is_tol
         raise ValueError("compiled passes of LlamaForCausalLM give other logits")
 
     monkeypatch.setattr(loading, "default_step", nothing_is_compiled_unasked)
-    monkeypatch.setattr(Steps, "compiled_pass", refused)
+    monkeypatch.setattr(Executor, "compiled_pass", refused)
     model = MedusaModel(tiny_model("llama"), engine="packed")
     set_step(model, None)
     assert model.step == "general"
@@ -91,7 +91,7 @@ def test_whatever_keeps_a_library_from_its_use_is_one_line_and_steps_run_general
         raise error
 
     monkeypatch.setattr(loading, "default_step", nothing_is_compiled_unasked)
-    monkeypatch.setattr(step_plan, "CompiledPass", fails)
+    monkeypatch.setattr(executor, "CompiledPass", fails)
     model = MedusaModel(tiny_model("llama"), engine="packed")
     set_step(model, None)
     (line,) = capsys.readouterr().err.strip().splitlines()
@@ -105,7 +105,8 @@ def test_the_command_says_what_it_lacks_where_no_compiler_is_installed(
 ):
     kernels_unsupported_reason()
     monkeypatch.setattr(loading, "default_step", nothing_is_compiled_unasked)
-    monkeypatch.setattr(Steps, "compiled_pass", lambda self: (None, 0.1))  # of operators, which leave nothing
+    of_operators = None, 0.1  # which leave nothing on the disk
+    monkeypatch.setattr(Executor, "compiled_pass", lambda self: of_operators)
     monkeypatch.setattr(loading, "found_compiler", lambda: None)
     monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path / "cache"))
     base, _ = save_chat_model(tmp_path)

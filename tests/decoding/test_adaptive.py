@@ -31,10 +31,10 @@ from medusa.decoding.adaptive import (
     DraftCost,
     DraftCosts,
 )
+from medusa.decoding.executor import Executor
 from medusa.decoding.runners import Runner
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.statistics import PhaseClock
-from medusa.decoding.step_plan import Steps
 from medusa.drafters.autoregressive import AutoregressiveDrafter
 from medusa.drafters.draft_model import (
     DraftModelDrafter,
@@ -328,7 +328,7 @@ def test_static_steps_that_pause_give_the_text_and_count_the_pauses(interval, se
     request = request_of(random_prompts(3, 7), 30, seeds=seeds)
     expected = rows_of(decode(base, drafter, request))
     counted = DecodingStatistics()
-    steps = decode(Steps(base), drafter, request, counted, RandomDrafting(interval), "static", interval)
+    steps = decode(Executor(base), drafter, request, counted, RandomDrafting(interval), "static", interval)
     assert rows_of(steps) == expected
     assert 0 < counted.num_paused < counted.num_steps
     assert counted.num_tokens == 3 * 30
@@ -340,7 +340,7 @@ def test_steps_behind_the_end_of_the_text_took_time_too(monkeypatch):
     ending = replace(request, eos_ids=frozenset({text[3]}))
     adaptive, counts = RandomDrafting(0), []
     monkeypatch.setattr(adaptive, "record", lambda tokens, seconds, num_steps, **_: counts.append(num_steps))
-    steps = list(decode(Steps(base), PlainDrafter(), ending, None, adaptive, "static", 8))
+    steps = list(decode(Executor(base), PlainDrafter(), ending, None, adaptive, "static", 8))
     assert len(steps) == 1 + text.index(text[3]) < 8
     assert counts == [8]
 

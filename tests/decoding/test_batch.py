@@ -95,7 +95,7 @@ def test_a_request_says_what_it_says_alone_whatever_is_batched_with_it(
     """Random arrivals, a step or several apart; some begin as others do, some are cancelled midway."""
     model = eagle3_model() if kind == "eagle3" else model_of(kind, seed)
     if pauses:
-        model._costs.adaptive = lambda *_: RandomDrafting(seed)
+        model._executor.costs.adaptive = lambda *_: RandomDrafting(seed)
     batch = model.continuous_batch(limits)
     arrivals = [
         ((arrivals[0][0][0][:length] + prompt if length else prompt, options), length)
@@ -447,8 +447,8 @@ def test_the_queue_and_the_sizes_have_limits():
 
 def test_the_tree_follows_the_number_of_rows_up_to_the_next_power_of_two():
     model, asked = model_of("llama"), []
-    tree_for = model.tree_for
-    model.tree_for = lambda num_rows, step=None: asked.append(num_rows) or tree_for(num_rows, step)
+    tree_for = model._executor.tree_for
+    model._executor.tree_for = lambda num_rows, step=None: asked.append(num_rows) or tree_for(num_rows, step)
     rows = [row_of(model, [seed], max_new_tokens=4 + 6 * seed, do_sample=False) for seed in (4, 5, 6)]
     answer_all(model.continuous_batch(BatchLimits()), rows)
     assert set(asked) == {1, 2, 4}
@@ -457,10 +457,11 @@ def test_the_tree_follows_the_number_of_rows_up_to_the_next_power_of_two():
 def test_what_guessing_costs_is_learnt_for_each_number_of_rows():
     """Three rows are decoded plainly here, as four would be, which says nothing of two."""
     model = model_of("llama")
-    model.tree_for = lambda num_rows, step=None: CandidateTree.chain(0) if num_rows == 4 else BUSHY
+    tree_for = lambda num_rows, step=None: CandidateTree.chain(0) if num_rows == 4 else BUSHY  # noqa: E731
+    model._executor.tree_for = tree_for
     rows = [row_of(model, [seed], max_new_tokens=4 + 8 * seed, do_sample=False) for seed in (4, 5, 6)]
     answer_all(model.continuous_batch(BatchLimits()), rows)
-    assert set(model._costs.known) == {("general", 1), ("general", 2)}
+    assert set(model._executor.costs.known) == {("general", 1), ("general", 2)}
 
 
 def test_by_time_a_short_prompt_waits_less_for_a_long_one_whose_tokens_take_longer(monkeypatch):

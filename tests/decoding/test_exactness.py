@@ -7,7 +7,7 @@ any architecture, batch, tree, drafter, kind of step, processors and criteria th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -40,6 +40,7 @@ from transformers import (
 )
 
 from medusa import CandidateTree, MedusaHeads, MedusaModel
+from medusa.decoding.executor import Executor
 from medusa.drafters.draft_model import SelfDrafter, early_exit
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
@@ -267,7 +268,9 @@ def holds(case: Case) -> None:
     case.answers = [row[width - n :].tolist() for row, n in zip(expected, case.lengths, strict=True)]
     drafter, model = DRAFTERS[case.drafter](case), MedusaModel(case.base, step=case.step)
     if case.pauses:
-        model._adaptive = lambda *_: RandomDrafting(case.seed)
+        executor = model._executor
+        guide = drafter, RandomDrafting(case.seed)
+        executor.plan = lambda call: replace(Executor.plan(executor, call), make_drafter=lambda *_: guide)
     assert model.generate(**case.batch, **case.options, drafter=drafter).tolist() == expected.tolist()
     if not case.options["do_sample"]:
         assert MedusaModel(case.base).generate(**case.batch, **case.options).tolist() == expected.tolist()

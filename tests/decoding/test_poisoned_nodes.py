@@ -13,8 +13,7 @@ from transformers import GenerationConfig
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.acceptance.rules import RULES
 from medusa.decoding.batch import Batch, BatchLimits, Row
-from medusa.decoding.runners import Runner
-from medusa.decoding.step import GeneralStepper
+from medusa.decoding.executor import Call, Executor
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft
 
@@ -68,9 +67,8 @@ def test_a_step_that_was_run_again_costs_what_it_was_begun_for():
     model = MedusaModel(base_that_is_not_finite_after(POISON))
     plain = model.generate(**BATCH, **OPTIONS, do_sample=False)
     drafter = PoisonedOracle(answers_of(BATCH, plain), BUSHY, always=True)
-    runner = Runner(model.base, model.profile)
-    batch = Batch(runner, GeneralStepper(runner, "general"), lambda *_: (drafter, None))
     request = model.request(**BATCH, **OPTIONS, do_sample=False)
+    batch = Batch(Executor(model.base).plan(Call(request, "general", drafter)))
     batch.start(request)
     outputs = []
     batch._record = lambda burst, *rest: outputs.extend(burst.outputs)

@@ -121,7 +121,7 @@ def test_a_request_says_what_it_says_alone_whatever_comes_and_goes(
     """Random arrivals, a burst or several apart; some begin as others do, some are cancelled midway."""
     model = model_of(kind, seed)
     if pauses:
-        model._costs.adaptive = lambda *_: RandomDrafting(seed)
+        model._executor.costs.adaptive = lambda *_: RandomDrafting(seed)
     batch = batch_of(model, limits, interval, name)
     first = arrivals[0][0][0]
     arrivals = [((first[: 3 * wait] + prompt, options), wait) for (prompt, options), wait in arrivals]

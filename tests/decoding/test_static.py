@@ -33,10 +33,10 @@ from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
 from medusa.base.causal_lm import new_cache
 from medusa.decoding.batch import StepResult
 from medusa.decoding.cuda_graphs import MAX_KEPT
+from medusa.decoding.executor import Executor
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.static import StaticState
 from medusa.decoding.static_rows import rounded_slots
-from medusa.decoding.step_plan import Steps
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import PlainDrafter
@@ -78,7 +78,7 @@ def both(base, drafter_of, request: DecodeRequest, host_sync_interval: int = 4, 
     """(results, statistics) of the general loop, and of static steps."""
     general, static = DecodingStatistics(), DecodingStatistics()
     expected = list(decode(base, drafter_of(), request, general))
-    runners = Steps(base)
+    runners = Executor(base)
     results = list(decode(runners, drafter_of(), request, static, None, step, host_sync_interval))
     return (expected, general), (results, static)
 
@@ -427,7 +427,7 @@ def test_a_model_keeps_the_graphs_of_its_last_settings_only(model_on_a_card):
                 do_sample=False,
                 step="captured",
             )
-    assert len(model_on_a_card._steps.captured) == MAX_KEPT
+    assert len(model_on_a_card._executor.captured) == MAX_KEPT
 
 
 def test_the_keys_and_values_of_the_prompt_are_held_once(monkeypatch):

@@ -118,7 +118,7 @@ def check_a_view(engine, base):
 
     check_heads(model.optimized_heads, lm_head(model.engine_base))
     view, topology = model.engine_base, BUSHY.topology("cpu")
-    compiled, seconds = model._steps.compiled_pass()
+    compiled, seconds = model._executor.compiled_pass()
     assert seconds < 0.1, "the calls above have it"
     tree = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 

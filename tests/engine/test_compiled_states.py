@@ -62,7 +62,7 @@ def check_nodes(kind):
     """A node's logits have the same bits as those of its path alone, after a prompt in other chunks."""
     model = model_of(kind)
     view = model.engine_base
-    compiled, _ = model._steps.compiled_pass()
+    compiled, _ = model._executor.compiled_pass()
     nodes = random_prompts(2, BUSHY.num_nodes, 5)
     root = CandidateTree.chain(0).topology("cpu")
 
@@ -117,7 +117,7 @@ def test_states_go_from_general_passes_to_compiled_ones():
     """A cache may be read by either: a prefix that one has computed, the other goes on from."""
     model = model_of("qwen3_5_text")
     view = apply_engine(model.base, "packed")
-    compiled, _ = model._steps.compiled_pass()
+    compiled, _ = model._executor.compiled_pass()
     ids = random_prompts(1, 40)
     whole, half = new_cache(view, 1), new_cache(view, 1)
     with torch.no_grad():

@@ -52,7 +52,7 @@ def test_the_text_is_that_of_plain_decoding_for_any_draft(without_compiler, kind
     torch.manual_seed(1)
     heads = MedusaHeads(HeadsConfig(32, VOCAB_SIZE, num_heads=3, reads_path=True, path_rank=8))
     model = MedusaModel(base, heads, CandidateTree.chain(3), engine=engine, step="compiled")
-    assert model._steps.compiled_pass()[0].is_fused and not model.is_compiled
+    assert model._executor.compiled_pass()[0].is_fused and not model.is_compiled
     prompts = left_padded(random_prompts(3, 14), [14, 2, 9])
     for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.9}):
         call = {**prompts, **sampling, "seed": 3, "max_new_tokens": 16}

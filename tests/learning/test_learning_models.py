@@ -136,10 +136,15 @@ def test_heads_that_do_not_fit_change_nothing(place):
     assert model.tree == load_heads(place[1]).tree
 
 
-def test_a_batch_of_before_says_that_the_heads_are_others():
+def test_a_batch_of_before_goes_on_with_its_heads():
     model = MedusaModel(chat_base(), tokenizer=chat_tokenizer())
+    prompt = torch.tensor([[5, 6]])
+    expected = model.generate(prompt, max_new_tokens=9, do_sample=False, tree=PLAIN)[0, 2:].tolist()
     batch = model.continuous_batch()
-    row = Row(model.request(torch.tensor([[5, 6]]), max_new_tokens=2))
     model.use_heads(random_checkpoint(1))
-    with pytest.raises(ValueError, match="make a new batch"):
-        batch._drafter_for([row], ())
+    rows = [Row(model.request(prompt, max_new_tokens=9, do_sample=False)) for _ in range(2)]
+    for row in rows:
+        batch.add(row)
+    while batch.is_busy:
+        batch.step()
+    assert [row.tokens for row in rows] == [expected, expected]

@@ -43,9 +43,9 @@ from medusa.base.attention import grouped_attention, pinned_attention
 from medusa.base.causal_lm import lm_head_device
 from medusa.base.loading import load_base
 from medusa.decoding.batch import Batch, BatchLimits, Row
+from medusa.decoding.executor import Call, Executor
 from medusa.decoding.state import DecodeRequest
 from medusa.decoding.step import GeneralStepper
-from medusa.decoding.step_plan import Steps
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.registry import DrafterFactory, DrafterSettings
@@ -264,7 +264,7 @@ def test_a_shared_batch_replays_graphs_and_gives_the_tokens_of_the_cpu_alone(mod
     asked = clients()
     expected = texts_of_cpu(models[0], asked)
     model = MedusaModel(models[1].base, random_heads(), TREE)
-    model._costs.adaptive = lambda *_: None  # what does not pay here depends on the time that it takes
+    model._executor.costs.adaptive = lambda *_: None  # what does not pay here depends on time
     shared = model.continuous_batch(BatchLimits(max_rows=4, chunk=8), plain=plain)
     monkeypatch.setattr(GeneralStepper, "advance", lambda *_: pytest.fail("a general step"))
     num_graphs = []
@@ -279,7 +279,7 @@ def test_a_shared_batch_replays_graphs_and_gives_the_tokens_of_the_cpu_alone(mod
 
 def test_steps_with_drafts_and_without_by_turns_capture_nothing_again(models):
     model = MedusaModel(models[1].base, random_heads(), TREE)
-    model._costs.adaptive = lambda *_: RandomDrafting(3)
+    model._executor.costs.adaptive = lambda *_: RandomDrafting(3)
     shared = model.continuous_batch(BatchLimits(max_rows=1))
     PretendedGraph.made.clear()
     for _ in range(3):
@@ -470,7 +470,7 @@ def test_graphs_are_made_for_each_size_of_the_cache_and_kept_for_the_next_answer
 
 def test_captured_steps_that_do_not_draft_have_a_graph_of_their_own(models):
     base, graphs = models[1].base, PretendedGraph.made
-    runners, drafter = Steps(base), HeadsDrafter(models[1].heads, base.lm_head, TREE)
+    runners, drafter = Executor(base), HeadsDrafter(models[1].heads, base.lm_head, TREE)
     tokens = random_prompts(1, 9).to("cuda")
     request = DecodeRequest(tokens, torch.tensor([9], device="cuda"), 60)
 
@@ -577,10 +577,10 @@ def test_graphs_are_let_go_beyond_the_memory_that_they_may_take(models, monkeypa
     def kept_after(row_counts: list[int]) -> int:
         for num_rows in row_counts:
             model.generate(random_prompts(num_rows, 4).to("cuda"), **options)
-        return len(model._steps.captured)
+        return len(model._executor.captured)
 
     assert kept_after([1, 2, 3]) == 3
-    (first, *_) = model._steps.captured
+    (first, *_) = model._executor.captured
     one_row = first.state.cache.num_bytes
     monkeypatch.setattr(medusa.decoding.cuda_graphs, "available_memory", lambda device: 4 * 3 * one_row)
     assert kept_after([4]) == 2, "four rows, and three rows within the memory of three"
@@ -796,15 +796,18 @@ def test_what_another_thread_computes_meanwhile_is_transformers_own(models, monk
 
 def test_guessing_never_pauses_where_float32_is_multiplied_in_tf32(models, monkeypatch):
     """The text would depend on how long steps took."""
-    request = models[1].request(random_prompts(1, 4).to("cuda"), **GREEDY, max_new_tokens=4)
-    options = medusa.model._Options(None, None, None, "exact", None, None, None)
-    drafter = models[1].drafter_for(1)
-    assert models[1]._adaptive(options, request, "captured", drafter) is not None
+
+    def pauses(model: MedusaModel, device: str) -> bool:
+        request = model.request(random_prompts(1, 4).to(device), **GREEDY, max_new_tokens=4)
+        plan = model._executor.plan(Call(request, "auto"))
+        return plan.make_drafter(1, False, plan.step)[1] is not None
+
+    assert pauses(models[1], "cuda")
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        assert models[1]._adaptive(options, request, "captured", drafter) is None
-        assert models[0]._adaptive(options, request, "captured", drafter) is not None
+        assert not pauses(models[1], "cuda")
+        assert pauses(models[0], "cpu")
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
 

@@ -18,7 +18,7 @@ from medusa import (
     save_heads,
     save_tree,
 )
-from medusa.trees.tuned_trees import Runtime, TunedTree, chosen_for, for_runtime, merged
+from medusa.trees.tuned_trees import Runtime, Trees, TunedTree, for_runtime, merged
 
 HERE = MedusaModel(chat_base()).runtime
 ELSEWHERE = Runtime("some graphics card", "bfloat16", "eager")
@@ -121,7 +121,8 @@ def test_a_card_that_no_tree_was_tuned_on_takes_those_of_another_card_of_the_sam
     own, captured = TunedTree(card, 1, ROOT), TunedTree(ELSEWHERE, 1, CHAIN(1), step="captured")
     assert for_runtime((*trees, own), card) == (own,)
     assert for_runtime((*trees, own, captured), card) == (own, captured), "by kind of step"
-    assert chosen_for((captured,), 4) == CHAIN(1), "on a card nodes are cheap in steps of any kind"
+    tree = Trees(ROOT, (captured,)).tree_for(4, "general")
+    assert tree == CHAIN(1), "on a card nodes are cheap in steps of any kind"
     for runtime in (replace(card, dtype="float32"), replace(processor, device="cpu: another, 2 cores")):
         assert for_runtime(trees, runtime) == ()
 
@@ -174,7 +175,7 @@ def test_new_entries_replace_those_of_their_runtime_and_batch_size_only():
     new = [TunedTree(HERE, 1, ROOT), TunedTree(HERE, 1, CHAIN(1), step="static")]
     together = merged(old, new)
     assert len(together) == 5
-    assert chosen_for([entry for entry in together if entry.runtime == HERE], 1) == ROOT
+    assert Trees(CHAIN(3), together).on(HERE).tree_for(1, "general") == ROOT
     assert TunedTree(ELSEWHERE, 1, CHAIN(1)) in together
 
 
