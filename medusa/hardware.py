@@ -215,6 +215,18 @@ def sent(values: Tensor | Sequence[Any], device: torch.device | str) -> Tensor:
     return values.to(device, non_blocking=values.device.type == "cpu")
 
 
+def read_columns(columns: dict[str, Tensor]) -> dict[str, list[list[int]]]:
+    """Tensors (B, W) long or bool, each with a W of its own, on the host, in one copy: it waits once."""
+    on_host = torch.cat([part.long() for part in columns.values()], dim=1).tolist()
+    by_name: dict[str, list[list[int]]] = {}
+    start = 0
+    for name, part in columns.items():
+        end = start + part.shape[1]
+        by_name[name] = [row[start:end] for row in on_host]
+        start = end
+    return by_name
+
+
 def wait_for(device: torch.device) -> None:
     """Wait until an accelerator has finished its work."""
     if device.type == "cuda":

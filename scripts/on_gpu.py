@@ -324,11 +324,13 @@ def kernels(card: Card) -> Answer:
     the longest, each with its number."""
     from torch.profiler import ProfilerActivity, profile
 
-    runner = list(card.last._executor.captured)[-1]
-    graph = next(iter(runner._graphs.values()))
+    rows = list(card.last._executor.captured)[-1]
+    graph = next(iter(rows._graphs._graphs.values()))
+    assert rows._state is not None
+    num_unread = rows._state.num_unread
 
     def step() -> None:
-        runner.state.num_unread.zero_()  # there is room for the results of a few steps until they are read
+        num_unread.zero_()  # there is room for the results of a few steps until they are read
         graph.replay()
 
     replay = card.milliseconds(step, runs=5)["median"]

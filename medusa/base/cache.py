@@ -316,79 +316,37 @@ class TreeCache(Cache):
 class FixedTreeCache(TreeCache):
     """A cache for static steps: every pass reads all of its slots, so no shape depends on the rows' lengths.
 
-    Tensors keep their address until :meth:`reserve`, and a pass and its commit read no tensor on the host, so
-    they may be compiled or captured in a CUDA graph. ``longest`` is as of the last :meth:`load`.
+    Its memory is that of a :class:`CacheMemory`, and keeps its address. A pass and its commit read no tensor
+    on the host, so they may be compiled or captured in a CUDA graph.
 
-    If all layers have the same shape, their keys and values are parts of one tensor or of a few, so that
-    moving an accepted path takes two operators for each, in place of four per layer.
+    If all layers have the same shape, their keys and values are parts of a few tensors, so that moving an
+    accepted path takes two operators for each, in place of four per layer.
+
+    Args:
+        buffers: keys and values of each layer, whose first B rows this is; none for a layer without.
+        joints: the tensors of a few layers that they are parts of, (2 * layers, B or more, heads, S, width)
+            each; none where layers differ.
+        lengths: (B,) long: committed tokens of each row; changed in place.
     """
 
-    def __init__(self, num_rows: int, num_layers: int, device: torch.device | str):
-        super().__init__(num_rows, num_layers, device)
-        self._joints: list[Tensor] = []  # (2 * layers, B, heads, S, width) each; none where layers differ
-
-    @classmethod
-    def over(
-        cls, buffers: Sequence[list[Tensor]], joints: Sequence[Tensor], lengths: Tensor
-    ) -> FixedTreeCache:
-        """A cache whose B rows are the first ones of ``buffers``, keys and values of each layer, which are
-        parts of ``joints``; ``lengths`` (B,) long is changed in place."""
+    def __init__(self, buffers: Sequence[list[Tensor]], joints: Sequence[Tensor], lengths: Tensor):
         num_rows = len(lengths)
-        cache = cls(num_rows, len(buffers), lengths.device)
-        cache.lengths = lengths
-        cache._joints = [joint[:, :num_rows] for joint in joints]
-        for layer, of_layer in zip(cache.tree_layers, buffers, strict=True):
+        super().__init__(num_rows, len(buffers), lengths.device)
+        self.lengths = lengths
+        self._joints = [joint[:, :num_rows] for joint in joints]
+        for layer, of_layer in zip(self.tree_layers, buffers, strict=True):
             if of_layer:
                 layer.is_initialized = True
                 layer.set_buffers(of_layer, num_rows)
-        return cache
+
+    def use_slots(self, num_slots: int) -> None:
+        """Have every pass read ``num_slots`` slots of each row."""
+        self.under_way.num_slots = num_slots
 
     @property
     def known_lengths(self) -> list[int]:
         """Waits for the device each time: passes change ``lengths`` in place."""
         return self.lengths.tolist()
-
-    def load(self, source: TreeCache) -> None:
-        """Copy what ``source`` has committed, which must fit the reserved slots."""
-        self.longest = source.longest
-        self.num_positions = source.num_positions
-        self.lengths.copy_(source.lengths)
-        layers = [
-            (layer, source_layer)
-            for layer, source_layer in zip(self.tree_layers, source.tree_layers, strict=True)
-            if source_layer.entries  # a layer that reads another's keys and values, as in Gemma 3n, has none
-        ]
-        for layer, source_layer in layers:
-            if not layer.is_initialized:
-                layer.lazy_initialization(*source_layer.entries)
-        self.reserve(self.num_slots)
-        for layer, source_layer in layers:
-            for entries, source_entries in zip(layer.entries, source_layer.entries, strict=True):
-                entries[:, :, : source.longest] = source_entries[:, :, : source.longest]
-
-    def reserve(self, num_slots: int) -> None:
-        """Have every pass read ``num_slots`` slots; shorter buffers are replaced by longer ones."""
-        self.under_way.num_slots = num_slots
-        all_entries = [entries for layer in self.tree_layers for entries in layer.entries]
-        if num_slots <= min((entries.shape[2] for entries in all_entries), default=num_slots):
-            return
-        kinds = {
-            (*entries.shape[:2], entries.shape[3], entries.dtype, entries.device) for entries in all_entries
-        }
-        if len(kinds) > 1:
-            for layer in self.tree_layers:
-                layer.reserve(num_slots)
-            return
-        first = all_entries[0]  # all layers have its shape
-        rows, heads, _, width = first.shape
-        joint = _zeros(first, (len(all_entries), rows, heads, _rounded_up(num_slots), width))
-        for part, entries in zip(joint, all_entries, strict=True):
-            part[:, :, : entries.shape[2]] = entries
-        self._joints = [joint]
-        parts = iter(joint)
-        for layer in self.tree_layers:
-            if layer.entries:
-                layer.set_buffers([next(parts), next(parts)])
 
     def _move_entries(self, source: Tensor, target: Tensor) -> None:
         if not self._joints:
@@ -419,7 +377,7 @@ class FixedTreeCache(TreeCache):
         self.lengths.add_(num_kept)
 
 
-LAYERS_TOGETHER = 8
+LAYERS_TOGETHER = 16
 """Layers whose keys and values are one tensor in a :class:`CacheMemory`: while it grows, so many exist
 twice."""
 
@@ -479,7 +437,7 @@ class CacheMemory:
 
     def first(self, lengths: Tensor) -> FixedTreeCache:
         """Passes of fixed shape over the first B rows, which have ``lengths`` (B,) long committed tokens."""
-        return FixedTreeCache.over(self._buffers, self._joints, lengths)
+        return FixedTreeCache(self._buffers, self._joints, lengths)
 
     def _fill(self, cache: TreeCache) -> None:
         """Move the rows of ``cache`` into what is there, in place of others."""

@@ -1,41 +1,27 @@
-"""Runs static steps as they are, or as CUDA graphs.
-
-A graph writes to the tensors it was captured with (:class:`StepGraphs`). So the runner of a call owns the
-state of its rows, and a model keeps the runners of its last settings for the calls to come
-(:class:`KeptRunners`); a batch that rows join has the graphs of all its rows over one memory
-(:mod:`medusa.decoding.shared_rows`).
+"""Runs static steps as they are, or as CUDA graphs, which write to the tensors that they were captured with.
+Whose tensors these are, and for how long, is decided in :mod:`medusa.decoding.static_rows`.
 """
 
 from __future__ import annotations
 
 import gc
-import pickle
 import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM
-from medusa.decoding.state import DecodeState
-from medusa.decoding.static import StaticState, static_steps
-from medusa.drafters.protocol import PlainDrafter, StaticDrafter
-from medusa.hardware import available_memory
 
 WARM_UP_STEPS = 3
 """Steps that run before a capture: libraries set themselves up in their first calls."""
 MAX_GRAPHS = 64
 """Graphs over one memory that are kept at most; a batch has one for each number of rows, of slots, and so
 on."""
-MAX_KEPT = 16
-"""Settings whose graphs a model keeps at most."""
-KEPT_SHARE = 4
-"""Divisor: caches of kept graphs, the newest one's excluded, take at most free memory divided by this."""
 
 _CAPTURE_LOCK = threading.Lock()
 _streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -130,28 +116,6 @@ class StepGraphs:
         return [tensor.data_ptr() for tensor in (*tensors, *of_base)]
 
 
-class StaticRunner(StepGraphs):
-    """The static steps of one drafter and of the rows of one call; there is a graph for each number of slots
-    that a pass reads, with drafts and without."""
-
-    def __init__(
-        self, base: CausalLM, drafter: StaticDrafter, rows: DecodeState, interval: int, captures: bool = False
-    ):
-        super().__init__(base, captures)
-        self.drafter = drafter
-        self.processors = frozenset(type(processor) for processor in rows.request.processors)
-        self.plain = PlainDrafter(drafter.aux_layers)
-        self.state = StaticState.like(rows, interval)
-
-    def run_steps(self, num_steps: int, drafts: bool = True) -> float:
-        """Run the given number of steps, with or without drafts; returns the seconds of setup."""
-        drafter = self.drafter if drafts else self.plain
-        steps = partial(static_steps, self.base, drafter, self.state, drafter.aux_layers)
-        entries = [entry for layer in self.state.cache.tree_layers for entry in layer.entries]
-        tensors = [self.state.rows.tokens, *entries, *self.drafter.tensors()]
-        return self.run((drafts, self.state.cache.num_slots), steps, num_steps, tensors)
-
-
 def warn_not_captured(reason: str) -> None:
     """Say that steps of one answer and those to come are not captured, and why, in one line."""
     warnings.warn(f"step='captured' runs as step='static' here: {reason}", stacklevel=2)
@@ -183,58 +147,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-# ------------------------------------------------------------------ kept for the next call
-
-
-class KeptRunners:
-    """Runners of earlier calls by their settings, the least recently used first."""
-
-    def __init__(self) -> None:
-        self._runners: dict[Hashable, StaticRunner] = {}
-
-    def __len__(self) -> int:
-        return len(self._runners)
-
-    def __iter__(self) -> Iterator[StaticRunner]:
-        return iter(list(self._runners.values()))
-
-    def take(self, key: Hashable) -> StaticRunner | None:
-        """The runner of these settings, which is then the caller's alone; None where there is none."""
-        return self._runners.pop(key, None)
-
-    def keep(self, key: Hashable, runner: StaticRunner) -> None:
-        """Keep ``runner`` as the newest."""
-        self.make_room(runner.base.device)
-        self._runners[key] = runner
-
-    def make_room(self, device: torch.device) -> None:
-        """Let the oldest go, so that with one more there are at most :data:`MAX_KEPT`, and they take no more
-        memory than they may."""
-        free = available_memory(device)
-        others = list(self._runners.items())
-        while others:
-            num_bytes = sum(runner.state.cache.num_bytes for _, runner in others)
-            if len(others) < MAX_KEPT and (free is None or num_bytes <= free // KEPT_SHARE):
-                break
-            oldest, _ = others.pop(0)
-            self._runners.pop(oldest, None)  # another thread may have dropped it
-
-    def has_failed_with(self, processors: frozenset[type]) -> bool:
-        """Whether capturing has failed before, with no other logits processors than these."""
-        return any(not runner.captures and runner.processors <= processors for runner in self)
-
-
-def settings_of(base: CausalLM, rows: DecodeState) -> Hashable:
-    """The properties of rows on which a graph depends, besides their number, and the attention of
-    ``base``."""
-    request = rows.request
-    return (
-        request.seeds is None,
-        rows.cache.num_positions,
-        request.temperature,
-        request.eos_ids,
-        pickle.dumps(list(request.processors)),
-        base.config.get_text_config(decoder=True)._attn_implementation,
-    )

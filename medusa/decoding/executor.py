@@ -13,7 +13,7 @@ How steps are run is chosen by one argument, ``step=``.
     static    one function over tensors that keep their place      a drafter of heads, suffix match or both,
               and shape, which never waits for the device          or plain decoding; acceptance "exact", no
               (``static.py``)                                      stopping criteria, no logits processor that
-                                                                   reads the text
+                                                                   reads the text but a repetition penalty
     compiled  as general, with passes (``engine/compiled.py``)     engine "packed" or "int8" on a CPU
               and heads (``engine/optimized_heads.py``) compiled
               ahead and kept on disk
@@ -24,17 +24,17 @@ How steps are run is chosen by one argument, ``step=``.
 The tokens are the same. Models sharded over devices (``device_map``) run ``general`` and ``static``.
 
 A batch that requests join (``MedusaModel.continuous_batch``, ``medusa serve``) chooses for all of its rows at
-once, and anew whenever rows have come or gone (``shared_rows.py``): static or captured steps while every row
-can be in them, general ones while one cannot. There a repetition penalty can be in them too, and
-log-probabilities, predictions and a corpus cannot. Its drafters are the model's own; heads that guess one
-token after the other have general steps.
+once, and anew whenever rows have come or gone (``static_rows.py``): static or captured steps while every row
+can be in them, general ones while one cannot: settings are numbers in tensors there, and processors that are
+no such numbers, log-probabilities, predictions and a corpus cannot be in them. Its drafters are the model's
+own; heads that guess one token after the other have general steps.
 
 Capturing takes as long as a few steps, once for each number of rows, tree, sampling setting and number of
 slots, with drafts and without where guessing may pause (``adaptive.py``);
 ``DecodingStatistics.setup_seconds`` reports the time. In a shared batch the number of rows is 1, 2, 4, 8, ...
-and the settings are numbers in tensors, so that a setting is captured once, whatever its numbers are. A model
-keeps the graphs of its last few settings with their caches, since a graph writes to the tensors it was
-captured with, and a batch those of all its rows. Where a step cannot be captured, because the base or a
+and a setting is captured once, whatever its numbers are. A model keeps the graphs of its last few settings
+with their caches (``kept_rows.py``), since a graph writes to the tensors it was captured with, and a batch
+those of all its rows. Where a step cannot be captured, because the base or a
 logits processor reads a number on the host, or somebody has hung a hook on the base, static steps run, with
 a warning; a shared batch that nobody has asked for captured steps then runs general ones.
 """
@@ -45,6 +45,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,10 @@ from torch import Tensor
 from medusa.base.causal_lm import CausalLM, lm_head, verify
 from medusa.base.profile import BaseProfile
 from medusa.decoding.adaptive import AdaptiveDrafting, DraftCosts
-from medusa.decoding.cuda_graphs import KeptRunners, warn_not_captured
+from medusa.decoding.kept_rows import KeptRows
 from medusa.decoding.runners import Runner
-from medusa.decoding.shared_rows import SharedRows
 from medusa.decoding.state import DecodeRequest
-from medusa.decoding.static_rows import StaticRows, static_drafter, static_obstacle
+from medusa.decoding.static_rows import StaticRows, check_static, settings_of, static_obstacle
 from medusa.decoding.step import GeneralStepper, Stepper
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import MAX_OPTIONAL_NODES, DraftCall, DrafterFactory
@@ -144,7 +144,7 @@ class Executor:
         self.profile = BaseProfile.of(self.engine_base)
         self.trees = (trees or trees_of(heads)).on(self.state.runtime)
         self.costs = DraftCosts()
-        self.captured = KeptRunners()
+        self.captured = KeptRows()
         self.drafters = DrafterFactory(self)
         self._tokenizer = tokenizer
         self._checked: set[str] = set()
@@ -196,7 +196,8 @@ class Executor:
             check_tree_fits(call.tree, self.heads)
         step = self.step_for(call.step)
         drafter = self._drafter_of(call, step)
-        if call.step == "auto" and not self._can_run(step, drafter, request):
+        is_sure = call.step != "auto" or STEPS[step].has_any_shape
+        if not is_sure and not self._can_run_static(drafter, request):
             step = FALLBACK_STEP
             drafter = self._drafter_of(call, step)
         adaptive = None
@@ -233,8 +234,7 @@ class Executor:
                 f"their guesses on the host; use step={FALLBACK_STEP!r}"
             )
         else:
-            general = GeneralStepper(runner, FALLBACK_STEP)
-            stepper = SharedRows(general, kind, STEPS[kind].is_captured, step == "auto", max_rows)
+            stepper = StaticRows(GeneralStepper(runner, FALLBACK_STEP), kind, max_rows, step == "auto")
         depth = 0
         num_nodes = 1
         if not plain:
@@ -293,13 +293,19 @@ class Executor:
     def _stepper(self, step: StepKind, runner: Runner, drafter: Drafter, request: DecodeRequest) -> Stepper:
         if STEPS[step].has_any_shape:
             return GeneralStepper(runner, step)
-        checked = static_drafter(step, drafter, request)
-        captured = self.captured if STEPS[step].is_captured else None
-        alteration = None if captured is None else alteration_of(self.engine_base)
-        if alteration is not None:
-            warn_not_captured(f"the base has got {alteration}, which a replay leaves out")
-            captured = None
-        return StaticRows(self.engine_base, checked, step, captured)
+        check_static(step, drafter, request)
+        if not STEPS[step].is_captured:
+            return self._static_rows(step, runner, request)
+        key = len(request.tokens), runner.layers, settings_of(request)
+        rows = self.captured.take(key)
+        if rows is None:
+            rows = self._static_rows(step, runner, request)
+            rows.when_closed = partial(self.captured.keep, key, rows)
+        self.captured.make_room(self.profile.device)  # before these grow
+        return rows
+
+    def _static_rows(self, step: StepKind, runner: Runner, call: DecodeRequest) -> StaticRows:
+        return StaticRows(GeneralStepper(runner, FALLBACK_STEP), step, len(call.tokens), call=call)
 
     # ------------------------------------------------------------------ which steps run here
 
@@ -311,11 +317,9 @@ class Executor:
         is_bound = reads_features(self.heads) or self._lacks_of_captured()
         return FALLBACK_STEP if is_bound else "captured"
 
-    def _can_run(self, step: StepKind, drafter: Drafter, request: DecodeRequest) -> bool:
-        """Whether steps of a kind that "auto" may stand for can decode ``request`` with ``drafter``: not
+    def _can_run_static(self, drafter: Drafter, request: DecodeRequest) -> bool:
+        """Whether captured steps, which nobody has asked for, can decode ``request`` with ``drafter``: not
         where capturing has failed before, with no other processors."""
-        if STEPS[step].has_any_shape:
-            return True
         if self.captured.has_failed_with(frozenset(map(type, request.processors))):
             return False
         return static_obstacle(drafter, request) is None and alteration_of(self.engine_base) is None

@@ -244,7 +244,7 @@ class DecodeState:
             positions = lengths[:, None] + torch.arange(first, last, device=lengths.device)
             if settings is not None:
                 return settings.noise_of_sampled(gumbel_noise(seeds, positions, vocab_size))
-            if len(sampled) == len(lengths):
+            if len(sampled) == len(self.rows):
                 return gumbel_noise(seeds, positions, vocab_size)
             rows = torch.tensor(sampled, device=positions.device)
             noise = gumbel_noise(seeds[rows], positions[rows], vocab_size)

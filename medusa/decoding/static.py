@@ -5,8 +5,7 @@ token and no verdict reaches the host. So steps can follow each other without wa
 captured in a CUDA graph (:mod:`medusa.decoding.cuda_graphs`). Tensors take the place of the lists in
 ``step.py``. A path is committed at its full length, depth + 1 entries, and the next step overwrites entries
 past a row's end. A row that has ended stays unchanged until the host has seen it. The host reads the results
-of several steps at once: for the rows of one request in :mod:`medusa.decoding.static_rows`, for rows that
-come and go in :mod:`medusa.decoding.shared_rows`.
+of several steps at once (:mod:`medusa.decoding.static_rows`).
 """
 
 from __future__ import annotations
@@ -77,62 +76,42 @@ class StaticState:
     """(R,) bool: which of :data:`STATIC_DRAFT_RULES` drafts have broken."""
 
     @classmethod
-    def like(cls, source: DecodeState, num_steps: int) -> StaticState:
-        """Room for rows like ``source`` and W = ``num_steps``; :meth:`reserve` and :meth:`load` fill it."""
-        num_rows = len(source.rows)
-        device = source.lengths.device
-        cache = FixedTreeCache(num_rows, len(source.cache.tree_layers), device)
-        rows = DecodeState(
-            rows=source.rows,
-            tokens=source.tokens.new_zeros(num_rows, 0),
-            lengths=source.lengths.clone(),
-            hidden=source.hidden.clone(),
-            cache=cache,
-            seeds=None if source.seeds is None else source.seeds.clone(),
-        )
-        eos = torch.tensor(sorted(source.request.eos_ids), dtype=torch.long, device=device)
-        return cls._of(rows, cache, source.lengths.clone(), eos.expand(num_rows, -1), num_steps)
-
-    @classmethod
-    def with_room(cls, source: DecodeState, num_rows: int, num_steps: int) -> StaticState:
+    def with_room(
+        cls, source: DecodeState, num_rows: int, num_steps: int, settings: RowSettings | None
+    ) -> StaticState:
         """Room for B = ``num_rows`` rows that come and go, of the base of ``source``, and W = ``num_steps``.
-        None of them is there yet. Their keys and values are elsewhere: see :meth:`first`."""
-        device = source.lengths.device
-        none = source.lengths.new_zeros(num_rows)
-        cache = FixedTreeCache(num_rows, 0, device)
+        None of them is there yet. Their keys and values are elsewhere: see :meth:`first`.
+
+        ``settings`` are those of as many rows; None where rows have the settings of their requests, which
+        are all sampled or all greedy, as those of ``source``.
+        """
+        lengths = source.lengths.new_zeros(num_rows)
+        are_greedy = settings is None and source.seeds is None
+        cache = FixedTreeCache([], [], lengths.clone())
+        none = torch.zeros(num_rows, dtype=torch.bool, device=lengths.device)
+        per_step = lengths.new_zeros(num_steps, num_rows)
         rows = DecodeState(
             rows=[],
             tokens=source.tokens.new_zeros(num_rows, 0),
-            lengths=none + 1,
+            lengths=lengths + 1,
             hidden=source.hidden.new_zeros(num_rows, source.hidden.shape[1]),
             cache=cache,
-            seeds=none.clone(),
+            seeds=None if are_greedy else lengths.clone(),
             refuses_nan=source.refuses_nan,
-            settings=RowSettings.neutral(num_rows, device),
+            settings=settings,
         )
-        return cls._of(rows, cache, none, none[:, None][:, :0], num_steps)
-
-    @classmethod
-    def _of(
-        cls, rows: DecodeState, cache: FixedTreeCache, ends: Tensor, eos: Tensor, num_steps: int
-    ) -> StaticState:
-        """``rows``, of which nothing is known yet but where they end."""
-        lengths = rows.lengths
-        device = lengths.device
-        num_rows = len(lengths)
-        per_step = lengths.new_zeros(num_steps, num_rows)
         return cls(
             rows,
             cache,
-            ends,
-            eos,
-            finished=torch.zeros(num_rows, dtype=torch.bool, device=device),
-            failed=torch.zeros(num_rows, dtype=torch.bool, device=device),
+            ends=lengths,
+            eos=lengths[:, None][:, :0],
+            finished=none,
+            failed=none.clone(),
             num_kept=per_step,
             num_accepted=per_step.clone(),
             num_unread=lengths.new_zeros(1),
-            not_finite=torch.zeros(num_rows, dtype=torch.bool, device=device),
-            violations=torch.zeros(len(STATIC_DRAFT_RULES), dtype=torch.bool, device=device),
+            not_finite=none.clone(),
+            violations=torch.zeros(len(STATIC_DRAFT_RULES), dtype=torch.bool, device=lengths.device),
         )
 
     def first(self, count: int, rows: list[Row], cache: FixedTreeCache) -> StaticState:
@@ -163,34 +142,13 @@ class StaticState:
             num_accepted=self.num_accepted[:, :count],
         )
 
-    def reserve(self, num_slots: int) -> None:
-        """Have every pass read ``num_slots`` slots of the cache; shorter tensors grow, and so move."""
-        self.cache.reserve(num_slots)
-        self.reserve_tokens(num_slots + 1)
-
     def reserve_tokens(self, width: int) -> None:
         """Have room for texts of ``width`` tokens."""
         missing = width - self.rows.tokens.shape[1]
         if missing > 0:
             self.rows.tokens = torch.nn.functional.pad(self.rows.tokens, (0, missing))
 
-    def load(self, source: DecodeState, num_left: int) -> None:
-        """Go on from ``source``, whose rows may get ``num_left`` tokens more; it must fit the reserved
-        memory."""
-        rows = self.rows
-        rows.rows = source.rows
-        self.cache.load(source.cache)
-        width = min(rows.tokens.shape[1], source.tokens.shape[1])
-        rows.tokens[:, :width] = source.tokens[:, :width]
-        rows.lengths.copy_(source.lengths)
-        rows.hidden.copy_(source.hidden)
-        if source.seeds is not None and rows.seeds is not None:
-            rows.seeds.copy_(source.seeds)
-        self.ends.copy_(source.lengths + num_left)
-        self.finished.fill_(False)
-        self.clear_results()
-
-    def load_first(self, source: DecodeState, num_rows: int) -> None:
+    def load(self, source: DecodeState, num_rows: int) -> None:
         """Go on from the N rows of ``source``; the rows after them, up to ``num_rows``, are not there. The
         host sends what it knows, and does not wait."""
         count = len(source.rows)
@@ -226,7 +184,8 @@ class StaticState:
     def _load_eos(self, eos_ids: list[frozenset[int]]) -> None:
         """Set the tokens that end the first rows; the tensor of all moves where it must be wider."""
         most = max(map(len, eos_ids), default=0)
-        missing = max(LEAST_EOS, 1 << (most - 1).bit_length() if most else 0) - self.eos.shape[1]
+        wanted = max(LEAST_EOS, 1 << (most - 1).bit_length()) if most else 0
+        missing = wanted - self.eos.shape[1]
         if missing > 0:
             self.eos = torch.nn.functional.pad(self.eos, (0, missing), value=-1)
         width = self.eos.shape[1]

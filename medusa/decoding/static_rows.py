@@ -1,57 +1,150 @@
-"""The rows of one request in static steps: the host's part, and which requests such steps can decode.
+"""The rows of a batch in bursts of static steps, as they are or captured.
 
-The host starts several steps, and reads their results in one copy. The steps are in
+The host starts the steps of a burst, and reads their results in one copy. The steps are in
 :mod:`medusa.decoding.static`, their capture as CUDA graphs in :mod:`medusa.decoding.cuda_graphs`.
+
+Between bursts the rows are those of any batch: they join, end, are cancelled or preempted, and their keys and
+values are copied into the prefix cache. For this the cache of the rows lives in memory that keeps its place
+(:class:`medusa.base.cache.CacheMemory`). What else a step reads is copied to tensors of fixed place whenever
+rows have come or gone. A burst reads the first 1, 2, 4, 8, ... rows of both; one that is not there counts as
+ended. So there is one graph for each of these numbers, however rows come and go, and the settings of a
+request are numbers in tensors (:mod:`medusa.acceptance.row_settings`).
+
+The rows of one call stay together until all have ended, and run the call's own logits processors, where these
+read no text: a graph then holds for these settings alone, and has fewer operators.
+
+A request that static steps cannot decode has the whole batch run general steps while it is there, over the
+same memory. The tokens are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import pickle
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import cast
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
+from medusa.acceptance.row_settings import RowSettings, row_numbers
 from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
+from medusa.base.cache import CacheMemory
 from medusa.base.causal_lm import CausalLM, lm_head_device
 from medusa.decoding.adaptive import AdaptiveDrafting
-from medusa.decoding.cuda_graphs import KeptRunners, StaticRunner, settings_of
+from medusa.decoding.cuda_graphs import StepGraphs, warn_not_captured
 from medusa.decoding.state import DecodeRequest, DecodeState, Row
-from medusa.decoding.static import STATIC_DRAFT_RULES, StaticState
+from medusa.decoding.static import STATIC_DRAFT_RULES, StaticState, static_steps
 from medusa.decoding.statistics import PhaseClock
-from medusa.decoding.step import BurstRoom, RowOutput, StepBurst, StepOutput, depths_of
-from medusa.drafters.protocol import Drafter, StaticDrafter, is_builtin, not_capturable, raise_violated
-from medusa.options import StepKind
+from medusa.decoding.step import BurstRoom, GeneralStepper, RowOutput, StepBurst, StepOutput, depths_of
+from medusa.drafters.protocol import (
+    Drafter,
+    PlainDrafter,
+    StaticDrafter,
+    is_builtin,
+    not_capturable,
+    raise_violated,
+)
+from medusa.engine.snapshot import alteration_of
+from medusa.hardware import read_columns
+from medusa.options import STEPS, StepKind
 
 HOST_SYNC_INTERVALS = {"cpu": 1}
 """Steps after which the host reads the results, by kind of device: on a CPU reading costs nothing."""
 DEFAULT_HOST_SYNC_INTERVAL = 8
 """On other devices. When the last row ends, half of these steps have run in vain, on average."""
+AWAITED_INTERVAL = 2
+"""Steps after which the host reads the results at most, while a prompt waits to be read."""
 SLOTS, MANY_SLOTS = 256, 1024
 """A cache is read in whole multiples of the first; beyond the second, in multiples of that."""
+SPARE_SHARE = 4
+"""Divisor: memory for rows that are not there takes at most all slots divided by this."""
 
 
 class StaticRows:
-    """The rows of one request, in steps of fixed shape.
+    """The rows of one batch, in static steps wherever all of them can be.
 
-    The host reads the results every :attr:`interval` steps. With ``captured``, the steps are CUDA graphs,
-    whose runners are kept there for the calls to come.
+    Args:
+        general: runs the other steps.
+        step: the kind of the static ones.
+        max_rows: rows that decode together at most.
+        is_free: whether nobody has asked for ``step``: where its steps cannot be captured, general ones run.
+        call: the request whose rows are all that there are; None where requests join.
     """
 
     def __init__(
-        self, base: CausalLM, drafter: StaticDrafter, step: StepKind, captured: KeptRunners | None = None
+        self,
+        general: GeneralStepper,
+        step: StepKind,
+        max_rows: int,
+        is_free: bool = False,
+        call: DecodeRequest | None = None,
     ):
-        self.step = step
-        self.interval = sync_interval(base)
-        self.base = base
-        self.drafter = drafter
-        self._captured = captured
-        self._runner: StaticRunner | None = None
-        self._key: Hashable = None
-        self._lengths: list[int] = []  # of the rows, when the host last read them
-        self._ends: list[int] = []  # the largest length of each row; its own length once it has ended
+        runner = general.runner
+        self.base = runner.base
+        self.interval = sync_interval(runner.base)
+        """Steps of a burst at most."""
+        self.uses_numbers = call is None or not is_path_free(call)
+        """Whether steps read the settings of rows from tensors; else they run the processors of the call."""
+        self.when_closed: Callable[[], None] = lambda: None
+        """Called when no step follows."""
+        self._captured_with: list[LogitsProcessorList] = []  # graphs may read tensors of theirs
+        own = () if call is None or self.uses_numbers else call.processors
+        self.processor_types = frozenset(map(type, own))
+        """The types of the logits processors that steps run."""
+        self._is_shared = call is None
+        self._general = general
+        self._step = step
+        self._is_free = is_free
+        self._max_rows = max_rows
+        self._layers = runner.layers
+        self._plain = PlainDrafter(runner.layers)
+        self._graphs = StepGraphs(runner.base, captures=STEPS[step].is_captured)
+        self._uncaptured = StepGraphs(runner.base, captures=False)
+        self._drafters: dict[Hashable, StaticDrafter] = {}  # what was captured reads the tensors of the first
+        self._memory = CacheMemory()
+        self._state: StaticState | None = None  # as many rows as there may ever be
+        self._loaded: tuple[Tensor | None, int] = (None, 0)  # lengths of the rows in it, and rows of a burst
+        self._judged: list[Row] = []  # the rows of the last verdict
+        self._verdict: StepKind = general.step
+        self._is_altered = False
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps are captured; not where that has failed."""
+        return self._graphs.captures
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the keys and values."""
+        return sum(tensor.nbytes for tensor in self._memory.tensors)
+
+    @property
+    def keeps_ended_rows(self) -> bool:
+        """Whether rows that have ended stay until all have: those of one call, once a burst has run."""
+        return not self._is_shared and self._loaded[0] is not None
+
+    def kind_for(self, rows: list[Row]) -> StepKind:
+        """The kind of the next steps of ``rows``."""
+        if rows is not self._judged:
+            self._judged = rows
+            self._is_altered = self._graphs.captures and self._look_for_alteration()
+            gives_up = self._is_free and (self._is_altered or not self._graphs.captures)
+            is_together = not self._is_shared or all(can_be_shared(row.request) for row in rows)
+            is_static = is_together and not gives_up
+            self._verdict = self._step if is_static else self._general.step
+        return self._verdict
+
+    def _look_for_alteration(self) -> bool:
+        """Whether the base has got something that a replay would leave out; who has asked for captured steps
+        is told."""
+        alteration = alteration_of(self.base)
+        if alteration is not None and not self._is_free:
+            warn_not_captured(f"the base has got {alteration}, which a replay leaves out")
+        return alteration is not None
 
     def advance(
         self,
@@ -61,84 +154,116 @@ class StaticRows:
         adaptive: AdaptiveDrafting | None,
         room: BurstRoom,
     ) -> StepBurst:
-        """The next steps, drafted by this object's own drafter, or by nobody where ``drafter`` is another.
-
-        ``state`` is read only at the first call, which takes over its keys and values.
-        """
-        burst = self._burst(state, drafts=drafter is self.drafter)
+        """The next steps of the kind that :meth:`kind_for` has told for the rows of ``state``."""
+        if self.kind_for(state.rows) == self._general.step:
+            self._make_way(state, room)
+            return self._general.advance(state, drafter, clock, adaptive, room)
+        burst = self._burst(state, cast(StaticDrafter, drafter), room)
         clock.lap_whole(burst.setup_seconds)
         return burst
 
-    def _burst(self, rows: DecodeState, drafts: bool) -> StepBurst:
-        runner = self._runner or self._begin(rows)
-        state = runner.state
-        num_steps = min(self.interval, self._most_left)
-        state.reserve(self._slots_needed(num_steps))
-        seconds = runner.run_steps(num_steps, drafts)
-        if not is_builtin(self.drafter):
-            raise_violated(self.drafter, STATIC_DRAFT_RULES, state.violations)
-        outputs, not_finite = self._read(state, num_steps, drafts)
-        if not_finite:
+    def close(self) -> None:
+        """The memory and the graphs stay for the next rows."""
+        self._loaded = None, 0
+        self._judged = []
+        self.when_closed()
+
+    def _make_way(self, state: DecodeState, room: BurstRoom) -> None:
+        """Let the memory go where general steps have taken their own and both are too much."""
+        taken = len(state.rows) * state.cache.capacity
+        held = self._memory.num_rows * self._memory.num_slots
+        if not self._memory.holds(state.cache) and held + taken > room.slots_of_running:
+            self._memory.release()
+
+    def _burst(self, rows: DecodeState, drafter: StaticDrafter, room: BurstRoom) -> StepBurst:
+        drafter = self._drafters.setdefault(drafter.static_key, drafter)
+        left = [0 if row.finish_reason else row.request.max_new_tokens - len(row.tokens) for row in rows.rows]
+        num_steps = min(self.interval, max(left), AWAITED_INTERVAL if room.is_awaited else self.interval)
+        before_last = (num_steps - 1) * (drafter.max_depth + 1)
+        lengths = rows.known_lengths
+        longest = max(length + min(before_last, most) for length, most in zip(lengths, left, strict=True))
+        num_rows, num_slots = self._size(len(lengths), longest - 1 + drafter.num_nodes, room.slots_of_running)
+        state = self._loaded_state(rows, num_rows, num_slots, room.slots_of_running)
+        seconds = self._run(state, drafter, num_steps)
+        if not is_builtin(drafter):
+            raise_violated(drafter, STATIC_DRAFT_RULES, state.violations)
+        results = read_results(state, num_steps, drafter)
+        outputs = results.outputs
+        num_new = results.num_new
+        has_failed = results.has_failed
+        if results.not_finite:
             state.cache.clear_uncommitted()
             state.not_finite.fill_(False)
-            seconds += runner.run_steps(1, False)
-            outputs += self._read(state, 1, False)[0]
-        return StepBurst(outputs, num_steps, seconds)
+            seconds += self._run(state, self._plain, 1)
+            again = read_results(state, 1, self._plain)
+            outputs = outputs + again.outputs
+            num_new = [first + second for first, second in zip(num_new, again.num_new, strict=True)]
+            has_failed = again.has_failed
+        self._hand_back(rows, state, num_new)
+        failed = [row for row, is_lost in zip(rows.rows, has_failed, strict=True) if is_lost]
+        return StepBurst(outputs, num_steps, seconds, failed)
 
-    def kind_for(self, rows: list[Row]) -> StepKind:
-        """The same for all."""
-        return self.step
+    def _size(self, num_there: int, needed: int, most: int) -> tuple[int, int]:
+        """How many rows and slots a burst reads: the next power of two and :func:`rounded_slots`, so that few
+        sizes are captured, as far as ``most`` slots in all allow."""
+        least = -(-needed // SLOTS) * SLOTS
+        num_rows = min(1 << (num_there - 1).bit_length(), self._max_rows, most // least)
+        num_rows = max(num_rows, num_there) if self._is_shared else num_there
+        return num_rows, max(least, min(rounded_slots(needed), most // num_rows // SLOTS * SLOTS))
 
-    @property
-    def keeps_ended_rows(self) -> bool:
-        """Whether rows decode: from here on all of them stay, though some have ended."""
-        return self._runner is not None
+    def _loaded_state(self, rows: DecodeState, num_rows: int, num_slots: int, most: int) -> StaticState:
+        """The state of a burst of ``num_rows`` rows, of which ``rows`` are there; copied only if they have
+        changed since the last one."""
+        if self._state is None:
+            settings = RowSettings.neutral(self._max_rows, rows.lengths.device) if self.uses_numbers else None
+            self._state = StaticState.with_room(rows, self._max_rows, self.interval, settings)
+        whole = self._state
+        self._memory.hold(rows.cache, *self._memory_size(num_rows, num_slots, most), most)
+        whole.reserve_tokens(self._memory.num_slots + 1)
+        if self._loaded[0] is not rows.lengths or self._loaded[1] != num_rows:
+            whole.load(rows, num_rows)
+            self._loaded = rows.lengths, num_rows
+        cache = self._memory.first(whole.cache.lengths[:num_rows])
+        cache.use_slots(num_slots)
+        cache.longest = rows.cache.longest
+        cache.num_positions = rows.cache.num_positions
+        return whole.first(num_rows, rows.rows, cache)
 
-    def close(self) -> None:
-        """Give the runner back."""
-        if self._captured is not None and self._runner is not None:
-            self._captured.keep(self._key, self._runner)
+    def _memory_size(self, num_rows: int, num_slots: int, most: int) -> tuple[int, int]:
+        """How many rows and slots there is memory for in a burst that reads so many: more, where a part of
+        ``most`` slots is enough, because all is captured again once it grows."""
+        slots = max(num_slots, MANY_SLOTS)
+        if self._max_rows * slots <= most // SPARE_SHARE:
+            return self._max_rows, slots
+        return num_rows, num_slots
 
-    def _begin(self, rows: DecodeState) -> StaticRunner:
-        kept = self._captured
-        self._key = len(rows.rows), self.drafter.static_key, self.interval, settings_of(self.base, rows)
-        runner = None if kept is None else kept.take(self._key)
-        if runner is None:
-            runner = StaticRunner(self.base, self.drafter, rows, self.interval, captures=kept is not None)
-        if kept is not None:
-            kept.make_room(self.base.device)  # before this one grows
-        self._runner = runner
-        num_left = rows.request.max_new_tokens - 1
-        self._lengths = rows.lengths.tolist()
-        self._ends = [length + num_left for length in self._lengths]
-        runner.state.reserve(self._slots_needed(1))
-        runner.state.load(rows, num_left)
-        rows.cache = runner.state.cache  # the prompt's own cache is freed: long texts would be held twice
-        return runner
+    def _run(self, state: StaticState, drafter: StaticDrafter, num_steps: int) -> float:
+        graphs = self._uncaptured if self._is_altered else self._graphs
+        cache = state.cache
+        settings = state.rows.settings
+        program = None if settings is None else settings.program
+        attention = self.base.config.get_text_config(decoder=True)._attn_implementation
+        key = drafter.static_key, cache.num_rows, cache.num_slots, cache.num_positions, program, attention
+        steps = partial(static_steps, self.base, drafter, state, self._layers)
+        assert self._state is not None
+        of_rows = self._state.rows.tokens, self._state.eos
+        seconds = graphs.run(key, steps, num_steps, [*of_rows, *self._memory.tensors, *drafter.tensors()])
+        if seconds and not self.uses_numbers:
+            self._captured_with.append(state.rows.request.processors)
+        if self._is_free and not graphs.captures:
+            self._judged = []  # capturing has failed
+        return seconds
 
-    @property
-    def _most_left(self) -> int:
-        """Tokens that some row may still get."""
-        return max(end - length for end, length in zip(self._ends, self._lengths, strict=True))
-
-    def _slots_needed(self, num_steps: int) -> int:
-        """Cache slots for the given number of steps, rounded up so that few sizes occur and little is
-        compiled or captured again."""
-        before_last = (num_steps - 1) * (self.drafter.max_depth + 1)
-        longest = max(
-            min(length + before_last, end) for end, length in zip(self._ends, self._lengths, strict=True)
-        )
-        return rounded_slots(longest - 1 + self.drafter.num_nodes)
-
-    def _read(self, state: StaticState, num_steps: int, drafts: bool) -> tuple[list[StepOutput], bool]:
-        """The outputs of the last ``num_steps`` steps without empty ones, and whether the base was not finite
-        on one of their nodes: all in one read."""
-        results = read_results(state, num_steps, self.drafter if drafts else None)
-        for index, (num_new, has_ended) in enumerate(zip(results.num_new, results.has_ended, strict=True)):
-            self._lengths[index] += num_new
-            if has_ended:
-                self._ends[index] = self._lengths[index]
-        return results.outputs, results.not_finite
+    def _hand_back(self, rows: DecodeState, state: StaticState, num_new: list[int]) -> None:
+        """Have ``rows`` be as the steps have left them."""
+        count = len(num_new)
+        known = [length + added for length, added in zip(rows.known_lengths, num_new, strict=True)]
+        rows.tokens = state.rows.tokens[:count]
+        rows.lengths = state.rows.lengths[:count]
+        rows.hidden = state.rows.hidden[:count]
+        rows.known = rows.lengths, known
+        rows.cache.set_lengths(state.cache.lengths[:count], [length - 1 for length in known])
+        self._loaded = rows.lengths, self._loaded[1]
 
 
 @dataclass(frozen=True)
@@ -146,69 +271,49 @@ class BurstResults:
     """The results of some steps, on the host."""
 
     outputs: list[StepOutput]
-    """One for each step in which some row got a token."""
+    """One for each step in which some row got a token, of the rows that did."""
     num_new: list[int]
     """Tokens that each row got."""
-    has_ended: list[bool]
     has_failed: list[bool]
     """Rows whose next token would have been chosen by a NaN score."""
     not_finite: bool
     """Whether the base was not finite on a node of some row, which has not changed since."""
 
 
-def read_results(state: StaticState, num_steps: int, drafter: StaticDrafter | None) -> BurstResults:
-    """The results of the last ``num_steps`` steps of the rows of ``state``, which ``drafter`` or nobody has
-    drafted, in one read."""
-    depth = 0 if drafter is None else drafter.max_depth
-    num_drafted = 0 if drafter is None else drafter.num_nodes - 1
-    numbers = torch.cat(
-        [
-            state.num_kept[:num_steps].T,  # (B, W)
-            state.num_accepted[:num_steps].T,  # (B, W)
-            torch.stack([state.finished, state.failed, state.not_finite], dim=1).long(),  # (B, 3)
-            _newest_tokens(state, num_steps, depth + 1),  # (B, W * L)
-        ],
-        dim=1,
-    ).tolist()
-    state.num_unread.zero_()
-    flags = [[*map(bool, columns[2 * num_steps : 2 * num_steps + 3])] for columns in numbers]
-    num_rows = len(state.rows.rows)  # the rows after them are not there
-    has_ended = [is_finished and not has_failed for is_finished, has_failed, _ in flags[:num_rows]]
-    outputs_of_rows = [
-        _outputs_of_row(row, columns, num_steps, num_drafted, is_over)
-        for row, columns, is_over in zip(state.rows.rows, numbers[:num_rows], has_ended, strict=True)
-    ]
-    return BurstResults(
-        outputs=[
-            StepOutput(list(row_outputs), depth, num_drafted)
-            for row_outputs in zip(*outputs_of_rows, strict=True)
-            if any(output.tokens for output in row_outputs)
-        ],
-        num_new=[sum(columns[:num_steps]) for columns in numbers[:num_rows]],
-        has_ended=has_ended,
-        has_failed=[has_failed for _, has_failed, _ in flags[:num_rows]],
-        not_finite=any(not_finite for *_, not_finite in flags),
+def read_results(state: StaticState, num_steps: int, drafter: StaticDrafter) -> BurstResults:
+    """The results of the last ``num_steps`` steps of the rows of ``state``, which ``drafter`` has drafted, in
+    one read."""
+    on_host = read_columns(
+        {
+            "num_kept": state.num_kept[:num_steps].T,  # (B, W)
+            "num_accepted": state.num_accepted[:num_steps].T,  # (B, W)
+            "is_over": torch.stack([state.finished, state.failed, state.not_finite], dim=1),  # (B, 3)
+            "tokens": _newest_tokens(state, num_steps, drafter.max_depth + 1),  # (B, W * L)
+        }
     )
-
-
-def _outputs_of_row(
-    row: Row, columns: list[int], num_steps: int, num_drafted: int, has_ended: bool
-) -> list[RowOutput]:
-    """The output of each step for ``row``, from its numbers of :func:`read_results`."""
-    num_kept = columns[:num_steps]
-    num_accepted = columns[num_steps : 2 * num_steps]
-    tokens = columns[2 * num_steps + 3 :]
-    ends = [*accumulate(num_kept)]
-    return [
-        RowOutput(
-            row,
-            tokens[end - kept : end],
-            depths_of(accepted)[:kept],
-            has_ended and end == ends[-1],
-            num_drafted=num_drafted if kept else 0,
-        )
-        for kept, accepted, end in zip(num_kept, num_accepted, ends, strict=True)
-    ]
+    state.num_unread.zero_()
+    num_rows = len(state.rows.rows)  # the rows after them are not there
+    outputs: list[list[RowOutput]] = [[] for _ in range(num_steps)]
+    for index, row in enumerate(state.rows.rows):
+        num_kept = on_host["num_kept"][index]
+        is_finished, has_failed, _ = on_host["is_over"][index]
+        ends = [*accumulate(num_kept)]
+        for step, (kept, end) in enumerate(zip(num_kept, ends, strict=True)):
+            if kept:
+                output = RowOutput(
+                    row,
+                    on_host["tokens"][index][end - kept : end],
+                    depths_of(on_host["num_accepted"][index][step])[:kept],
+                    has_ended=bool(is_finished and not has_failed and end == ends[-1]),
+                    num_drafted=drafter.num_nodes - 1,
+                )
+                outputs[step].append(output)
+    return BurstResults(
+        outputs=[StepOutput(rows, drafter.max_depth, drafter.num_nodes - 1) for rows in outputs if rows],
+        num_new=[*map(sum, on_host["num_kept"][:num_rows])],
+        has_failed=[bool(has_failed) for _, has_failed, _ in on_host["is_over"][:num_rows]],
+        not_finite=any(not_finite for *_, not_finite in on_host["is_over"]),
+    )
 
 
 def sync_interval(base: CausalLM) -> int:
@@ -234,18 +339,14 @@ def _newest_tokens(state: StaticState, num_steps: int, most: int) -> Tensor:
 # ------------------------------------------------------------------ what such steps can decode
 
 
-def static_drafter(step: str, drafter: Drafter, request: DecodeRequest) -> StaticDrafter:
-    """``drafter``, if steps of fixed shape can decode ``request`` with it.
-
-    Raises:
-        ValueError: they cannot; the message names ``step``, the obstacle, and the alternative.
-    """
+def check_static(step: str, drafter: Drafter, request: DecodeRequest) -> None:
+    """Raise ValueError unless steps of fixed shape can decode ``request`` with ``drafter``; the message names
+    ``step``, the obstacle, and the alternative."""
     obstacle = static_obstacle(drafter, request)
     if obstacle is not None:
         problem, alternative = obstacle
         alternatives = f"{alternative}, or step='general'" if alternative else "step='general'"
         raise ValueError(f"step={step!r} cannot work with {problem}; use {alternatives}")
-    return cast(StaticDrafter, drafter)
 
 
 def static_obstacle(drafter: Drafter, request: DecodeRequest) -> tuple[str, str] | None:
@@ -260,9 +361,12 @@ def static_obstacle(drafter: Drafter, request: DecodeRequest) -> tuple[str, str]
         )
     if request.acceptance == "typical" or request.rule is not None:
         return f"acceptance={request.acceptance!r}", "acceptance='exact'"
-    kinds = [type(processor) for processor in request.processors]
-    reading = [kind.__name__ for kind in kinds if kind not in PATH_FREE_PROCESSORS]
-    if reading:
+    if not is_path_free(request) and row_numbers(request.processors) is None:
+        reading = [
+            type(processor).__name__
+            for processor in request.processors
+            if type(processor) not in PATH_FREE_PROCESSORS
+        ]
         return (
             f"logits processors that read the tokens before each node on the host: {', '.join(reading)}",
             "",
@@ -272,3 +376,24 @@ def static_obstacle(drafter: Drafter, request: DecodeRequest) -> tuple[str, str]
     if request.criteria:
         return "stopping criteria (stop_strings are one), which are asked on the host after every token", ""
     return None
+
+
+def is_path_free(request: DecodeRequest) -> bool:
+    """Whether no logits processor of ``request`` reads the text."""
+    return all(type(processor) in PATH_FREE_PROCESSORS for processor in request.processors)
+
+
+def can_be_shared(request: DecodeRequest) -> bool:
+    """Whether a row of ``request`` can be in static steps beside others: what it asks for is in tensors, and
+    nothing has to be looked at after each token."""
+    has_rule = request.acceptance == "typical" or request.rule is not None
+    asks_host = bool(request.references or request.criteria) or request.num_logprobs is not None
+    return not (has_rule or asks_host) and row_numbers(request.processors) is not None
+
+
+def settings_of(request: DecodeRequest) -> Hashable:
+    """The settings of a call whose own processors static steps run, by which what is captured for it is
+    known; None where they are numbers in tensors."""
+    if not is_path_free(request):
+        return None
+    return request.seeds is None, request.temperature, pickle.dumps(list(request.processors))

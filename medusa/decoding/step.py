@@ -24,6 +24,7 @@ from medusa.decoding.runners import Runner, Verified
 from medusa.decoding.state import DecodeRequest, DecodeState, Row
 from medusa.decoding.statistics import PhaseClock
 from medusa.drafters.protocol import Draft, DraftContext, Drafter, DraftValidator
+from medusa.hardware import read_columns
 from medusa.options import StepKind
 from medusa.trees.candidate_tree import TreeTopology
 
@@ -92,8 +93,7 @@ class BurstRoom(Protocol):
 
 
 class Stepper(Protocol):
-    """The steps of one batch: :class:`GeneralStepper`, :class:`medusa.decoding.static_rows.StaticRows` for
-    the rows of one request, or :class:`medusa.decoding.shared_rows.SharedRows` for rows that come and go."""
+    """The steps of one batch: :class:`GeneralStepper`, or :class:`medusa.decoding.static_rows.StaticRows`."""
 
     interval: int
     """Steps that one call runs at most."""
@@ -299,21 +299,16 @@ def _read(verified: Verified, acceptance: Acceptance) -> _Outcome:
     chose_nan = acceptance.chose_nan
     if chose_nan is None:
         chose_nan = torch.zeros_like(acceptance.num_accepted)
-    columns = {
-        "num_accepted": acceptance.num_accepted[:, None],  # (B, 1)
-        "path": acceptance.path,  # (B, L)
-        "tokens": acceptance.tokens(draft.tokens),  # (B, L)
-        "depths": draft.topology.depths[:, 1:].expand(num_rows, -1),  # (B, N - 1)
-        "chose_nan": chose_nan[:, None].long(),  # (B, 1)
-        "not_finite": verified.rows_not_finite().long(),  # (B, 1)
-    }
-    widths = [part.shape[1] for part in columns.values()]
-    parts: dict[str, list[list[int]]] = {}
-    on_host = torch.cat(list(columns.values()), dim=1).tolist()
-    start = 0
-    for name, width in zip(columns, widths, strict=True):
-        parts[name] = [row[start : start + width] for row in on_host]
-        start += width
+    parts = read_columns(
+        {
+            "num_accepted": acceptance.num_accepted[:, None],  # (B, 1)
+            "path": acceptance.path,  # (B, L)
+            "tokens": acceptance.tokens(draft.tokens),  # (B, L)
+            "depths": draft.topology.depths[:, 1:].expand(num_rows, -1),  # (B, N - 1)
+            "chose_nan": chose_nan[:, None],  # (B, 1)
+            "not_finite": verified.rows_not_finite(),  # (B, 1)
+        }
+    )
     counts = [count + 1 for (count,) in parts["num_accepted"]]
     return _Outcome(
         tokens=[row[:count] for row, count in zip(parts["tokens"], counts, strict=True)],

@@ -19,7 +19,7 @@ from test_causal_lm import TOLERANCE, tree_of
 
 from medusa import CandidateTree
 from medusa.acceptance.exact import accepted_up_to
-from medusa.base.cache import GROWTH_STEP, FixedTreeCache, TreeCache, TreeCacheLayer
+from medusa.base.cache import GROWTH_STEP, CacheMemory, TreeCache, TreeCacheLayer
 from medusa.base.causal_lm import new_cache, prefill, verify
 from medusa.trees.candidate_tree import TreeTopology
 
@@ -101,9 +101,10 @@ def test_a_fixed_cache_moves_the_path_of_a_tree_that_has_as_many_nodes_as_a_chai
         torch.tensor([tree.parents]), torch.tensor([[0, 1, 1, 2]]), max_depth=3
     )
     source, (tokens,) = filled("llama", [9])
-    cache = FixedTreeCache(1, len(source.tree_layers), "cpu")
-    cache.reserve(32)
-    cache.load(source)
+    memory = CacheMemory()
+    memory.hold(source, 1, 32, 32)
+    cache = memory.first(source.lengths.clone())
+    cache.use_slots(32)
     nodes = random_prompts(1, 4, seed=3)
     with torch.no_grad():
         verify(tiny_model("llama"), nodes, topology, cache)
@@ -362,7 +363,9 @@ def test_a_cache_is_given_back_when_it_is_let_go(kind):
         if kind == "with a state":
             cache = new_cache(stateful_model("falcon_h1"), 1)
         elif kind == "fixed":
-            cache = FixedTreeCache(1, 2, "cpu")
+            memory = CacheMemory()
+            memory.hold(cache, 1, 32, 32)
+            cache = memory.first(torch.tensor([9]))
         elif kind == "copied":
             cache = cache.copy_of_row(0, 5)
         elif kind == "joined":

@@ -328,7 +328,9 @@ def test_static_steps_that_pause_give_the_text_and_count_the_pauses(interval, se
     request = request_of(random_prompts(3, 7), 30, seeds=seeds)
     expected = rows_of(decode(base, drafter, request))
     counted = DecodingStatistics()
-    steps = decode(Executor(base), drafter, request, counted, RandomDrafting(interval), "static", interval)
+    steps = decode(
+        Executor(base), drafter, request, counted, RandomDrafting(2 * interval), "static", interval
+    )
     assert rows_of(steps) == expected
     assert 0 < counted.num_paused < counted.num_steps
     assert counted.num_tokens == 3 * 30

@@ -30,12 +30,11 @@ from transformers.generation import logits_process as hf
 
 from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
-from medusa.base.causal_lm import new_cache
-from medusa.decoding.batch import StepResult
-from medusa.decoding.cuda_graphs import MAX_KEPT
-from medusa.decoding.executor import Executor
+from medusa.base.cache import FixedTreeCache
+from medusa.decoding.batch import Batch, StepResult
+from medusa.decoding.executor import Call, Executor
+from medusa.decoding.kept_rows import MAX_KEPT
 from medusa.decoding.state import DecodeRequest
-from medusa.decoding.static import StaticState
 from medusa.decoding.static_rows import rounded_slots
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
@@ -44,6 +43,7 @@ from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 
 TREE = CandidateTree.from_paths([(), (0,), (1,), (0, 0), (1, 2), (1, 2, 0)])
+CHAIN = CandidateTree.chain(3)
 TREES = [
     CandidateTree.chain(0),
     CandidateTree.chain(3),
@@ -220,13 +220,13 @@ def test_a_pass_reads_few_sizes_of_cache_and_not_much_more_than_the_tokens(monke
         4096,
         5120,
     ]
-    base, reserved, reserve = tiny_model("llama"), [], StaticState.reserve
+    base, used, use_slots = tiny_model("llama"), [], FixedTreeCache.use_slots
     monkeypatch.setattr(
-        StaticState, "reserve", lambda state, slots: (reserved.append(slots), reserve(state, slots))
+        FixedTreeCache, "use_slots", lambda cache, slots: (used.append(slots), use_slots(cache, slots))
     )
     for _ in decode(base, PlainDrafter(), request_of([240], 300), None, None, "static", 8):
         pass
-    assert sorted(set(reserved)) == [256, 512, 768]
+    assert sorted(set(used)) == [256, 512, 768]
     assert base.config.max_position_embeddings > 768
 
 
@@ -280,12 +280,30 @@ def test_every_processor_that_reads_no_path_is_let_through():
     assert_same(*both(base, lambda: StaticOracle(answers, BUSHY), request))
 
 
+@pytest.mark.parametrize(
+    "sampled", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 2}]
+)
+def test_a_repetition_penalty_is_let_through_and_does_not_see_the_padding(sampled):
+    model = MedusaModel(tiny_model("llama"), random_heads(), TREE)
+    batch = left_padded(random_prompts(3, 12), [12, 5, 1])
+    options = {
+        "max_new_tokens": 25,
+        "repetition_penalty": 1.6,
+        "pad_token_id": 0,
+        "eos_token_id": 7,
+        **sampled,
+    }
+    out = assert_exact(model, batch, {"step": "static"}, {"step": "static", "tree": CHAIN}, **options)
+    without = model.generate(**batch, **{**options, "repetition_penalty": 1.0})
+    assert out.sequences.tolist() != without.tolist()
+
+
 ON_THE_HOST = OracleDrafter([[1]], BUSHY, hit_rate=1.0)
 NEVER = StoppingCriteriaList([lambda ids, scores, **_: torch.zeros(1).bool()])
 STATIC = {
     "a processor": (
-        {"repetition_penalty": 1.3},
-        "logits processors that read ... RepetitionPenaltyLogitsProcessor",
+        {"no_repeat_ngram_size": 2},
+        "logits processors that read ... NoRepeatNGramLogitsProcessor",
     ),
     "a stopping criterion": ({"stopping_criteria": NEVER}, "stopping criteria"),
     "typical acceptance": ({"acceptance": "typical"}, "acceptance='typical'; use acceptance='exact', or"),
@@ -430,16 +448,15 @@ def test_a_model_keeps_the_graphs_of_its_last_settings_only(model_on_a_card):
     assert len(model_on_a_card._executor.captured) == MAX_KEPT
 
 
-def test_the_keys_and_values_of_the_prompt_are_held_once(monkeypatch):
-    base, caches = tiny_model("llama"), []
-
-    def noting(*given):
-        cache = new_cache(*given)
-        caches.append(weakref.ref(cache))
-        return cache
-
-    monkeypatch.setattr("medusa.decoding.runners.new_cache", noting)
-    steps = decode(base, PlainDrafter(), request_of(), step="static")
-    next(steps), next(steps)
+def test_the_keys_and_values_of_the_prompt_are_held_once():
+    """In the memory of the static steps, to which they were moved."""
+    executor = Executor(tiny_model("llama"))
+    batch = Batch(executor.plan(Call(request_of(), "static", PlainDrafter())))
+    batch.start(request_of())
+    batch.step()
+    entries = [weakref.ref(each) for layer in batch._state.cache.tree_layers for each in layer.entries]
+    assert all(entry() is not None for entry in entries)
+    batch.step()
     gc.collect()
-    assert [cache() for cache in caches] == [None]
+    assert [entry() for entry in entries] == [None] * len(entries)
+    assert batch._stepper._memory.holds(batch._state.cache)

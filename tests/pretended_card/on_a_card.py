@@ -36,6 +36,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import medusa.base.attention
 import medusa.decoding.cuda_graphs
+import medusa.decoding.kept_rows
 import medusa.decoding.static_rows
 import pretended_card
 from medusa import CandidateTree, MedusaModel
@@ -581,8 +582,8 @@ def test_graphs_are_let_go_beyond_the_memory_that_they_may_take(models, monkeypa
 
     assert kept_after([1, 2, 3]) == 3
     (first, *_) = model._executor.captured
-    one_row = first.state.cache.num_bytes
-    monkeypatch.setattr(medusa.decoding.cuda_graphs, "available_memory", lambda device: 4 * 3 * one_row)
+    one_row = first.num_bytes
+    monkeypatch.setattr(medusa.decoding.kept_rows, "available_memory", lambda device: 4 * 3 * one_row)
     assert kept_after([4]) == 2, "four rows, and three rows within the memory of three"
     assert kept_after([8]) == 1, "the newest alone"
 

@@ -27,8 +27,8 @@ from medusa.acceptance.row_settings import Program, row_numbers
 from medusa.base.cache import CacheMemory
 from medusa.base.causal_lm import new_cache, prefill
 from medusa.decoding.batch import Batch, BatchLimits
-from medusa.decoding.shared_rows import AWAITED_INTERVAL, can_be_static
 from medusa.decoding.static import StaticState
+from medusa.decoding.static_rows import AWAITED_INTERVAL, can_be_shared
 from medusa.decoding.step import GeneralStepper
 from medusa.drafters.registry import DrafterFactory
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -146,7 +146,7 @@ def test_rows_of_every_architecture_share_static_steps(architecture):
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_no_general_step_runs_where_all_rows_can_be_static(name):
+def test_no_general_step_runs_where_all_rows_can_be_shared(name):
     model = model_of("llama")
     options = [
         {"max_new_tokens": 9, "do_sample": False},
@@ -224,10 +224,10 @@ def test_a_burst_is_short_while_a_prompt_waits_to_be_read(monkeypatch):
 def test_rows_are_loaded_only_where_they_have_changed(monkeypatch):
     """What stays on the device is not sent again."""
     loaded: list[int] = []
-    load = StaticState.load_first
+    load = StaticState.load
     monkeypatch.setattr(
         StaticState,
-        "load_first",
+        "load",
         lambda state, rows, count: (loaded.append(len(rows.rows)), load(state, rows, count)),
     )
     model = model_of("llama")
@@ -341,8 +341,8 @@ def test_processors_that_are_no_numbers_or_in_another_order_are_not():
 @pytest.mark.parametrize("options", [*ON_THE_HOST[:3], {"max_time": 9.0}, {"prediction": [5, 6]}])
 def test_a_request_that_asks_the_host_is_in_no_static_step(options):
     model = model_of("llama", step="general")
-    assert can_be_static(model.request(torch.tensor([[5]]), max_new_tokens=4, do_sample=False))
-    assert not can_be_static(model.request(torch.tensor([[5]]), max_new_tokens=4, do_sample=False, **options))
+    assert can_be_shared(model.request(torch.tensor([[5]]), max_new_tokens=4, do_sample=False))
+    assert not can_be_shared(model.request(torch.tensor([[5]]), max_new_tokens=4, do_sample=False, **options))
 
 
 def test_one_program_serves_many_numbers():
