@@ -280,19 +280,11 @@ def test_every_processor_that_reads_no_path_is_let_through():
     assert_same(*both(base, lambda: StaticOracle(answers, BUSHY), request))
 
 
-@pytest.mark.parametrize(
-    "sampled", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 2}]
-)
-def test_a_repetition_penalty_is_let_through_and_does_not_see_the_padding(sampled):
+@pytest.mark.parametrize("rule", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 2}])
+def test_a_repetition_penalty_is_let_through_and_does_not_see_the_padding(rule):
     model = MedusaModel(tiny_model("llama"), random_heads(), TREE)
     batch = left_padded(random_prompts(3, 12), [12, 5, 1])
-    options = {
-        "max_new_tokens": 25,
-        "repetition_penalty": 1.6,
-        "pad_token_id": 0,
-        "eos_token_id": 7,
-        **sampled,
-    }
+    options = {"max_new_tokens": 25, "repetition_penalty": 1.6, "pad_token_id": 0, **rule}
     out = assert_exact(model, batch, {"step": "static"}, {"step": "static", "tree": CHAIN}, **options)
     without = model.generate(**batch, **{**options, "repetition_penalty": 1.0})
     assert out.sequences.tolist() != without.tolist()

@@ -490,6 +490,7 @@ def test_captured_steps_that_do_not_draft_have_a_graph_of_their_own(models):
     [
         ("heads", {}, True),
         ("dynamic-heads+suffix", SAMPLED, True),
+        ("heads", {"repetition_penalty": 1.3}, True),
         ("draft-model", {}, False),
         ("heads", {"no_repeat_ngram_size": 3}, False),
         ("heads", {"max_time": 60.0}, False),
