@@ -148,6 +148,10 @@ class Executor:
         self.drafters = DrafterFactory(self)
         self._tokenizer = tokenizer
         self._checked: set[str] = set()
+        is_bound = reads_features(heads) or self._lacks_of_captured()
+        self.fastest: StepKind = FALLBACK_STEP if is_bound else "captured"
+        """The kind that "auto" stands for: captured on one CUDA device, else general. Heads that guess one
+        token after the other read their guesses on the host."""
         self._lock = threading.Lock()
         self._pass: CompiledPass | None = None
         self._has_compiled_heads = False
@@ -310,12 +314,8 @@ class Executor:
     # ------------------------------------------------------------------ which steps run here
 
     def step_for(self, step: StepKind | None = None) -> StepKind:
-        """``step``; for "auto", and for None, captured on one CUDA device, else general. Heads that guess one
-        token after the other read their guesses on the host."""
-        if step is not None and step != "auto":
-            return step
-        is_bound = reads_features(self.heads) or self._lacks_of_captured()
-        return FALLBACK_STEP if is_bound else "captured"
+        """``step``; for "auto", and for None, :attr:`fastest`."""
+        return self.fastest if step is None or step == "auto" else step
 
     def _can_run_static(self, drafter: Drafter, request: DecodeRequest) -> bool:
         """Whether captured steps, which nobody has asked for, can decode ``request`` with ``drafter``: not

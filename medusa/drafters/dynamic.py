@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Hashable
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,26 @@ drafting costs more than it finds."""
 WORST = shared_constant("WORST")
 """The lowest log-probability of a token, also where the heads give NaN. So values can always be compared, and
 no child is worth more than its parent."""
+
+
+class Beam(NamedTuple):
+    """The M nodes of each row that are expanded next."""
+
+    paths: Tensor
+    """(B, M, depth) long: the tokens from the root to each."""
+    match_nodes: Tensor
+    """(B, M) long: the node of the expected continuations with the same path, or -1."""
+    path_logprob: Tensor
+    """(B, M)."""
+    numbers: Tensor
+    """(B, M) long: its number as a candidate, -1 for the root."""
+
+    @classmethod
+    def at_root(cls, root: Tensor) -> Beam:
+        """The beam before the first level: the root tokens (B,) long."""
+        nodes = root[:, None]
+        logprob = torch.zeros_like(nodes, dtype=torch.float32)
+        return cls(nodes[..., None], torch.zeros_like(nodes), logprob, torch.full_like(nodes, -1))
 
 
 class DynamicDrafter(LevelDrafter):
@@ -170,13 +190,12 @@ class DynamicDrafter(LevelDrafter):
             sharpness = sharpness.expand(len(context.root), 1, 1).flatten().contiguous()
         levels: list[Tensor] = []  # tokens, values, parents and depths of each level's candidates
         num_candidates = 0
-        # The beam, as in `_candidates`; before the first level the operator makes it from the root.
-        paths = context.root[:, None, None]
-        parents = match_nodes = path_logprob = numbers = None
+        beam = Beam.at_root(context.root)
+        parents = None
         largest_values = None  # the best values so far, which tell when the tree is full
         for depth in range(1, self.tree.depth + 1):
             grown, goes_on = kernels.grow(
-                self.logits_after_beam(context, paths, parents).float(),
+                self.logits_after_beam(context, beam.paths, parents).float(),
                 sharpness,
                 None if context.noise is None else context.noise.until(depth),
                 self.token_map,
@@ -184,10 +203,7 @@ class DynamicDrafter(LevelDrafter):
                 expected.tokens,
                 expected.children,
                 expected.shares,
-                paths,
-                match_nodes,
-                path_logprob,
-                numbers,
+                *beam,
                 largest_values,
                 num_wanted=self.tree.num_nodes - 1,
                 num_candidates=num_candidates,
@@ -197,6 +213,7 @@ class DynamicDrafter(LevelDrafter):
                 min_accept_prob=context.min_accept_prob,
             )
             *level, paths, match_nodes, path_logprob, numbers, parents, largest_values = grown
+            beam = Beam(paths, match_nodes, path_logprob, numbers)
             levels += level
             num_candidates += level[0].shape[1]
             if not goes_on:  # the tree is full, or nothing below is likely enough to be verified
@@ -207,9 +224,9 @@ class DynamicDrafter(LevelDrafter):
             expected.tokens,
             expected.children,
             expected.shares,
-            match_nodes,
-            path_logprob,
-            numbers,
+            beam.match_nodes,
+            beam.path_logprob,
+            beam.numbers,
             num_nodes=self.num_nodes,
             max_depth=self.max_depth,
         )
@@ -225,19 +242,15 @@ class DynamicDrafter(LevelDrafter):
         (B, C) each. Candidates are numbered in this order; a parent is the number of a candidate, or -1 for
         the root. ``expected`` are the continuations of suffix matches.
         """
-        # The beam: M nodes that are expanded next, at first the root.
-        paths = context.root[:, None, None]  # (B, M, depth): the tokens from the root to each
-        numbers = paths.new_full(paths.shape[:2], -1)  # (B, M): its number as a candidate
-        path_logprob = torch.zeros(numbers.shape, dtype=torch.float32, device=numbers.device)  # (B, M)
-        match_nodes = torch.zeros_like(numbers)  # (B, M): the node of `expected` with the same path, or -1
+        beam = Beam.at_root(context.root)
         levels: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         num_candidates = 0
         parents = None
         for depth in range(1, self.tree.depth + 1):
-            logits = self.logits_after_beam(context, paths, parents)
+            logits = self.logits_after_beam(context, beam.paths, parents)
             if depth <= self.suffix_length:
                 # (B, M, R + W) each
-                tokens, log_q, nodes = self._mixed(context, depth, logits, expected, match_nodes)
+                tokens, log_q, nodes = self._mixed(context, depth, logits, expected, beam.match_nodes)
             else:
                 scores = self.scores(context, depth, logits).float()
                 log_q, columns = scores.log_softmax(-1).topk(self._fanout, dim=-1)  # (B, M, R)
@@ -246,9 +259,14 @@ class DynamicDrafter(LevelDrafter):
             fanout = tokens.shape[2]
             tokens = tokens.flatten(1)
             log_q = log_q.nan_to_num(nan=WORST).clamp(WORST, 0)  # one NaN logit makes a whole softmax NaN
-            values = (path_logprob[..., None] + log_q).flatten(1)
+            values = (beam.path_logprob[..., None] + log_q).flatten(1)
             levels.append(
-                (tokens, values, numbers.repeat_interleave(fanout, dim=1), torch.full_like(tokens, depth))
+                (
+                    tokens,
+                    values,
+                    beam.numbers.repeat_interleave(fanout, dim=1),
+                    torch.full_like(tokens, depth),
+                )
             )
             # The next beam: the best candidates of this depth.
             path_logprob, best = values.topk(min(self.beam, values.shape[1]), dim=1)
@@ -257,21 +275,23 @@ class DynamicDrafter(LevelDrafter):
                 path_logprob = path_logprob[:, :width]
                 best = best[:, :width]
             parents = best // fanout
-            match_nodes = nodes.flatten(1).gather(1, best)
             parent_index = parents[..., None].expand(-1, -1, depth)
-            paths = torch.cat([paths.gather(1, parent_index), tokens.gather(1, best)[..., None]], dim=2)
-            numbers = num_candidates + best
+            above = beam.paths.gather(1, parent_index)
+            beam = Beam(
+                torch.cat([above, tokens.gather(1, best)[..., None]], dim=2),
+                nodes.flatten(1).gather(1, best),
+                path_logprob,
+                num_candidates + best,
+            )
             num_candidates += values.shape[1]
             if context.min_accept_prob > 0 and path_logprob[:, 0].exp().mean() < context.min_accept_prob:
                 break
         if self.suffix_length > depth:  # `depth` is the last that was expanded
-            levels.append(
-                self._below_heads(expected, numbers, path_logprob, match_nodes, num_candidates, depth)
-            )
+            levels.append(self._below_heads(expected, beam, num_candidates, depth))
         num_missing = self.num_nodes - 1 - sum(level_tokens.shape[1] for level_tokens, *_ in levels)
         if num_missing > 0:  # the loop ended early: fill up with candidates of probability 0
             root = context.root[:, None].expand(-1, num_missing)
-            nothing = torch.full_like(root, -torch.inf, dtype=path_logprob.dtype)
+            nothing = torch.full_like(root, -torch.inf, dtype=torch.float32)
             levels.append((root, nothing, torch.full_like(root, -1), torch.ones_like(root)))
         all_tokens, all_values, all_parents, all_depths = zip(*levels, strict=True)
         return (
@@ -331,9 +351,7 @@ class DynamicDrafter(LevelDrafter):
     def _below_heads(
         self,
         expected: Continuations,
-        numbers: Tensor,
-        path_logprob: Tensor,
-        match_nodes: Tensor,
+        beam: Beam,
         num_candidates: int,
         beam_depth: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -341,17 +359,16 @@ class DynamicDrafter(LevelDrafter):
         ``expected`` but its root. Nodes that are not below the last beam get probability 0 and the root as
         parent.
 
-        ``numbers``, ``path_logprob`` and ``match_nodes`` (B, M) describe the beam at ``beam_depth``, as in
-        :meth:`_candidates`. The returned candidates are numbered from ``num_candidates`` on.
+        ``beam`` is that at ``beam_depth``. The returned candidates are numbered from ``num_candidates`` on.
         """
         rows, num_nodes = expected.tokens.shape
         # Move the beam's values and numbers to its nodes in `expected`; -1 goes to a column that is cut off.
-        columns = match_nodes.masked_fill(match_nodes < 0, num_nodes)
-        value = path_logprob.new_full((rows, num_nodes + 1), -torch.inf).scatter(1, columns, path_logprob)
-        value = value[:, :-1]
+        columns = beam.match_nodes.masked_fill(beam.match_nodes < 0, num_nodes)
+        value = beam.path_logprob.new_full((rows, num_nodes + 1), -torch.inf)
+        value = value.scatter(1, columns, beam.path_logprob)[:, :-1]
         first = num_candidates - 1  # the number of node 0, which is not returned
-        number = torch.arange(first, first + num_nodes, device=match_nodes.device).repeat(rows, 1)
-        number = torch.nn.functional.pad(number, (0, 1)).scatter(1, columns, numbers)[:, :-1]
+        number = torch.arange(first, first + num_nodes, device=columns.device).repeat(rows, 1)
+        number = torch.nn.functional.pad(number, (0, 1)).scatter(1, columns, beam.numbers)[:, :-1]
         # Pass (value, depth) from the beam's nodes down to all nodes below them.
         parents = expected.parents
         in_beam = value > -torch.inf
