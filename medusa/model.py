@@ -41,7 +41,6 @@ from medusa.engine.engine_state import EngineState
 from medusa.engine.identity import identity_of
 from medusa.engine.loading import PLACING, load_for_engine, load_own_heads, load_placed
 from medusa.hardware import multiplies_in_float32, release_threads
-from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
 from medusa.heads.checkpoint import (
     OWN_HEADS,
     HeadsCheckpoint,
@@ -50,6 +49,7 @@ from medusa.heads.checkpoint import (
     load_heads,
 )
 from medusa.heads.mtp import can_draft_itself
+from medusa.heads.protocol import Heads
 from medusa.hub import HUB_ARGUMENTS
 from medusa.learning.idle_learning import IdleLearning
 from medusa.options import ANY_SHAPE_STEPS, DrafterSettings, Engine, StepKind, check_read_by
@@ -828,4 +828,4 @@ class MedusaModel:
 
 def _reads_features(heads: Heads | None) -> bool:
     """Whether ``heads`` read the base's hidden states of the whole text."""
-    return isinstance(heads, AutoregressiveHead)
+    return heads is not None and heads.reads_text

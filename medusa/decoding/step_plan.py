@@ -58,7 +58,7 @@ from medusa.engine.libraries import library_errors
 from medusa.engine.optimized_heads import compile_heads, parts_of_heads
 from medusa.engine.snapshot import alteration_of
 from medusa.engine.views import packed_as
-from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
+from medusa.heads.protocol import Heads
 from medusa.options import ANY_SHAPE_STEPS, StepKind
 
 KEEPS_STATE = "a base whose layers are all attention, and this one keeps a state"
@@ -157,8 +157,8 @@ class Steps:
     def fastest(self) -> StepKind:
         """The kind that "auto" stands for: captured on one CUDA device, else general. Heads that guess one
         token after the other read their guesses on the host."""
-        is_bound = isinstance(self.heads, AutoregressiveHead) or self.captured_unsupported_reason()
-        return "general" if is_bound else "captured"
+        is_bound = self.heads is not None and self.heads.reads_text
+        return "general" if is_bound or self.captured_unsupported_reason() else "captured"
 
     def takes(self, step: StepKind, drafter: Drafter, request: DecodeRequest) -> bool:
         """Whether steps of a kind that "auto" may stand for can decode ``request`` with ``drafter``: not
