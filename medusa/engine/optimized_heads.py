@@ -126,7 +126,8 @@ class OptimizedHeads(MedusaHeads):
             optimized = cls(heads.config)
         for name, part in (*heads.named_children(), *heads.named_buffers(recurse=False)):
             setattr(optimized, name, part)
-        paths = optimized._modules.pop("paths", ())
+        optimized._modules.pop("paths", None)
+        paths = heads.paths if heads.config.reads_path else ()
         optimized.path_products = nn.ModuleList(_packed_product(weight.detach()) for weight in paths)
         return optimized.train(heads.training)
 
