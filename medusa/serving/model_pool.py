@@ -24,9 +24,9 @@ from typing import Any
 from medusa.console import gigabytes
 from medusa.engine.file_weights import give_back_freed_memory
 from medusa.hardware import release_threads
+from medusa.serving.body import shortened
 from medusa.serving.metrics import ServerMetrics, exposed_by_model
 from medusa.serving.replies import RequestError
-from medusa.serving.requests import shortened
 from medusa.serving.service import RETRY_AFTER, Service, overloaded, shutting_down
 from medusa.serving.settings import ServiceOptions
 from medusa.serving.tokenized_model import TokenizedModel
