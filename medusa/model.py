@@ -38,7 +38,6 @@ from medusa.drafters.registry import DrafterFactory
 from medusa.engine.identity import identity_of
 from medusa.engine.loading import PLACING, load_for_engine, load_own_heads, load_placed
 from medusa.hardware import release_threads
-from medusa.heads.autoregressive_head import Heads
 from medusa.heads.checkpoint import (
     OWN_HEADS,
     HeadsCheckpoint,
@@ -46,6 +45,7 @@ from medusa.heads.checkpoint import (
     load_heads,
 )
 from medusa.heads.mtp import can_draft_itself
+from medusa.heads.protocol import Heads
 from medusa.hub import HUB_ARGUMENTS
 from medusa.learning.idle_learning import IdleLearning
 from medusa.options import STEPS, DrafterSettings, Engine, StepKind, check_read_by

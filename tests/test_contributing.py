@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import textwrap
 from pathlib import Path
 
-from conftest import counting_model, random_prompts, tiny_model
+from conftest import assert_exact, counting_model, random_prompts, tiny_model
+from tiny_training import configuration_of, counting_rows, save_tiny_base, write_rows
 
 from medusa import MedusaModel
 from medusa.acceptance.rules import RULES
 from medusa.drafters.draft_model import SelfDrafter, early_exit
 from medusa.drafters.protocol import PlainDrafter
 from medusa.drafters.registry import DRAFTERS, DrafterFactory, NamedDrafter
+from medusa.heads.checkpoint import KINDS
+from medusa.training.config import TrainingConfiguration
+from medusa.training.recipes.recipe import AutoregressiveRecipe
+from medusa.training.run.job import RECIPES, train
+from medusa.training.run.run_directory import RunDirectory
 from medusa.trees.candidate_tree import CandidateTree
 
 CONTRIBUTING = Path(__file__).parent.parent / "CONTRIBUTING.md"
@@ -43,6 +50,34 @@ def test_a_drafter_is_one_file_and_a_line_in_the_registry(monkeypatch):
     plain = model.generate(prompt, **options, drafter=PlainDrafter())
     assert out.sequences.tolist() == plain.sequences.tolist()
     assert out.statistics.accepted_histogram == [0, 5]
+
+
+def test_a_kind_of_heads_is_one_file_with_its_options_and_two_lines(monkeypatch, tmp_path):
+    names: dict = {"__name__": "example_matrix"}
+    for block in blocks_with("matrix"):
+        exec(compile(block, "matrix", "exec", dont_inherit=True), names)
+    monkeypatch.setitem(KINDS, "matrix", names["MatrixHead"])
+    monkeypatch.setitem(RECIPES, "matrix", AutoregressiveRecipe)
+    options = names["MatrixOptions"]
+    field = ("matrix", options, dataclasses.field(default_factory=options))
+    extended = dataclasses.make_dataclass(
+        "Extended", [field], bases=(TrainingConfiguration,), frozen=True, kw_only=True
+    )
+    run = {
+        "base": save_tiny_base(tmp_path / "base"),
+        "data": write_rows(tmp_path / "rows.jsonl", counting_rows(40)),
+    }
+    limits = {"max_steps": 30, "warmup_steps": 3, "learning_rate": 1e-2, "logging_steps": 1}
+    train(configuration_of(extended, **run, output_dir=tmp_path / "run", head_kind="matrix", **limits))
+    directory = RunDirectory(tmp_path / "run")
+    losses = [entry["train/loss"] for entry in directory.logged_metrics() if "train/loss" in entry]
+    assert losses[-1] < 0.9 * losses[0]
+    model = MedusaModel.from_pretrained(run["base"], directory.heads)
+    assert model.heads.kind == "matrix" and model.tree.depth
+    prompt = model.tokenizer("Count from a, 1", return_tensors="pt")["input_ids"]
+    for sampling in ({"do_sample": False}, {"do_sample": True, "seed": 1}):
+        out = assert_exact(model, prompt, {}, {"drafter": "heads"}, max_new_tokens=40, **sampling)
+    assert out.statistics.num_steps < out.statistics.num_tokens
 
 
 def test_a_rule_is_one_file_and_a_line_in_the_registry(monkeypatch):

@@ -12,7 +12,7 @@ from tiny_training import chat_tokenizer, write_rows
 
 from medusa.conversations import as_template
 from medusa.prompts import encode_prompt, read_prompts
-from medusa.serving.requests import ChatMessage
+from medusa.serving.chat_requests import ChatMessage
 from medusa.training.data.loading import Renderer
 from medusa.training.data.reading import parse_row, read_examples
 from medusa.training.distillation.answering import ChatEndpoint

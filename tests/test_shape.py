@@ -41,10 +41,10 @@ PLACES = {
     "tests of the device": Places(r"device\.type|is_cpu|is_on_cpu", 50, 26),
     "branches on kinds of heads": Places(
         r'head_kind|"(?:eagle3|mtp)"|isinstance\([^()]*(?:AutoregressiveHead|MedusaHeads|MtpHead|Eagle3Head)',
-        57,
-        17,
+        30,
+        9,
     ),
-    "tests of a type": Places(r"isinstance\(", 402, None),
+    "tests of a type": Places(r"isinstance\(", 386, None),
     "names of functions that load a base": Places(
         r"\b(?:load_base|load_for_engine|load_base_on|load_live|load_without_layers)\b", 41, 11
     ),

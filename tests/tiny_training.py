@@ -125,17 +125,19 @@ def counting_rows(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def configuration_of(**options: Any) -> TrainingConfiguration:
+def configuration_of(
+    cls: type[TrainingConfiguration] = TrainingConfiguration, /, **options: Any
+) -> TrainingConfiguration:
     """A configuration of flat ``options``, as in the YAML file."""
     options = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
     if isinstance(options["data"], str):
         options["data"] = [options["data"]]
     given = {}
-    for name, kind in get_type_hints(TrainingConfiguration).items():
+    for name, kind in get_type_hints(cls).items():
         mine = {each.name for each in dataclasses.fields(kind)} & options.keys()
         given[name] = kind(**{key: options.pop(key) for key in mine})
     assert not options, f"no such options: {options}"
-    return TrainingConfiguration(**given)
+    return cls(**given)
 
 
 def new_trainer(directory: Path, rows: list[dict[str, Any]], **options: Any) -> Trainer:

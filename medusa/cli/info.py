@@ -36,7 +36,7 @@ from medusa.cli.option_types import InfoOptions
 from medusa.cli.options import answer_command, command
 from medusa.console import counted, megabytes, output_console
 from medusa.decoding.prefix_store import prefix_home, stored_bytes
-from medusa.heads.checkpoint import PROVENANCE_FILE, HeadsCheckpoint, check_heads_fit, kind_of, load_heads
+from medusa.heads.checkpoint import PROVENANCE_FILE, HeadsCheckpoint, check_heads_fit, load_heads
 from medusa.heads.fingerprint import kinship_of
 from medusa.heads.mtp import num_mtp_layers
 
@@ -194,7 +194,7 @@ def describe_heads(checkpoint: HeadsCheckpoint) -> dict[str, Any]:
     heads = checkpoint.heads
     tree = checkpoint.tree
     return {
-        "kind": kind_of(heads),
+        "kind": heads.kind,
         "base_model": checkpoint.base_model,
         **asdict(heads.config),
         "num_parameters": sum(parameter.numel() for parameter in heads.parameters()),

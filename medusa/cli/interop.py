@@ -26,16 +26,15 @@ from medusa.cli.option_types import CheckOptions, ExportOptions, ImportOptions, 
 from medusa.cli.options import answer_command, command, to_argv
 from medusa.console import PERCENT, counted, log_console, print_list, track
 from medusa.files import Layout, check_writable_target, replaceable_files, replaced_directory
-from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
 from medusa.heads.checkpoint import (
     HEADS_LAYOUT,
     HeadsCheckpoint,
     heads_directory,
-    kind_of,
     load_heads,
     weights_digest,
 )
 from medusa.heads.eagle3 import Eagle3Head
+from medusa.heads.protocol import Heads
 from medusa.hub import looks_like_repository, split_revision
 from medusa.interop.conversion import (
     EXPORT_LAYOUT,
@@ -131,7 +130,7 @@ def import_foreign(options: ImportOptions) -> list[str]:
         save_base(base, tokenizer, options.base_output)
     heads = checkpoint.heads
     log.print(
-        f"{options.output}: {_in_words(heads)}, in {foreign.consumer}'s format, for {own_name}",
+        f"{options.output}: {heads.in_words()}, in {foreign.consumer}'s format, for {own_name}",
         soft_wrap=True,
     )
     print_list(log, "decided:", foreign_heads.notes)
@@ -140,7 +139,7 @@ def import_foreign(options: ImportOptions) -> list[str]:
             "output": str(options.output),
             "format": foreign.name,
             "base": own_name,
-            "kind": kind_of(heads),
+            "kind": heads.kind,
             "num_heads": heads.num_heads,
             **asdict(heads.config),
             "notes": foreign_heads.notes,
@@ -168,7 +167,7 @@ def check(options: CheckOptions) -> list[str]:
     base = load_base_on(device, source, options.dtype)
     foreign_heads = foreign.read(ReadRequest(directory, base, max_depth=options.max_depth))
     heads = foreign_heads.heads
-    log.print(f"{directory}: {foreign.consumer} loads {_in_words(heads)}", soft_wrap=True)
+    log.print(f"{directory}: {foreign.consumer} loads {heads.in_words()}", soft_wrap=True)
     print_list(log, "decided:", foreign_heads.notes)
     tokenizer = load_tokenizer(source)
     chain = CandidateTree.chain(heads.num_heads)
@@ -207,7 +206,7 @@ def _base_of(directory: Path, foreign: ForeignFormat) -> str:
 def _check_eagle3_alone(foreign: ForeignFormat, source: str, **eagle3_options: object) -> None:
     """Raise ValueError where one of ``eagle3_options`` is given for heads of another kind."""
     for name, value in eagle3_options.items():
-        if value is not None and not foreign.holds_eagle3:
+        if value is not None and foreign.holds is not Eagle3Head:
             raise ValueError(
                 f"{name} is for an EAGLE-3 head, and {source} holds Medusa heads; leave --"
                 f"{name.replace('_', '-')} out"
@@ -249,22 +248,6 @@ def _check_report(options: CheckOptions, base: str, result: ChainCheck, serve: s
         "accepted the position before. top 1: the head's best guess is right (teacher-forced).",
     )
     return report
-
-
-def _in_words(heads: Heads) -> str:
-    if isinstance(heads, Eagle3Head):
-        layers = " ".join(map(str, heads.aux_layers))
-        rows = "rows of its own" if heads.config.own_lm_head else "the base's rows"
-        return (
-            f"an EAGLE-3 head over layers {layers} that drafts {heads.num_heads} deep and scores "
-            f"{heads.num_columns:,} tokens with {rows}"
-        )
-    if isinstance(heads, AutoregressiveHead):
-        layers = counted(heads.num_layers, "layer")
-        return f"{layers} for multi-token prediction, drafting {heads.num_heads} deep"
-    config = heads.config
-    layers = counted(config.num_layers, "layer")
-    return f"{counted(heads.num_heads, 'head')} of {layers}, unembedding {config.unembedding}"
 
 
 def _serve(foreign: ForeignFormat, directory: str, base: str, heads: Heads) -> str:

@@ -26,9 +26,9 @@ from medusa.cli.rounds import MIN_GAIN, best_start, ended_version, heads_in_use,
 from medusa.console import counted, log_console
 from medusa.engine.loading import load_own_heads
 from medusa.hardware import use_threads
-from medusa.heads.autoregressive_head import Heads
 from medusa.heads.calibration import AnsweredTokens
 from medusa.heads.checkpoint import OWN_HEADS, load_heads
+from medusa.heads.protocol import Heads
 from medusa.learning.collected_texts import CollectedTexts, Row
 from medusa.learning.learned_heads import LearnedHeads
 from medusa.measurement.comparison import against, ranked, tokens_per_step

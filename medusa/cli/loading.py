@@ -44,10 +44,10 @@ from medusa.engine.loading import load_for_engine, load_own_heads, load_placed
 from medusa.engine.views import packed_bytes, share_of_outliers
 from medusa.hardware import use_threads
 from medusa.heads.adapter import apply_adapter
-from medusa.heads.autoregressive_head import Heads
 from medusa.heads.calibration import AnsweredTokens
 from medusa.heads.checkpoint import OWN_HEADS, HeadsCheckpoint, check_heads_fit_source, load_heads
 from medusa.heads.mtp import can_draft_itself
+from medusa.heads.protocol import Heads
 from medusa.learning.learned_heads import learned_home
 from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel

@@ -15,10 +15,11 @@ from medusa.base.loading import BaseSource
 from medusa.cli.options import NO_HEADS
 from medusa.console import log_console
 from medusa.files import read_json, write_json
-from medusa.heads.autoregressive_head import Heads
 from medusa.heads.calibration import AnsweredTokens
-from medusa.heads.checkpoint import OWN_HEADS, PROVENANCE_FILE, kind_of, load_heads
+from medusa.heads.checkpoint import OWN_HEADS, PROVENANCE_FILE, load_heads
+from medusa.heads.medusa_heads import MedusaHeads
 from medusa.heads.mtp import can_draft_itself
+from medusa.heads.protocol import Heads
 from medusa.learning.learned_heads import LearnedHeads, LearnedVersion
 from medusa.measurement.comparison import ranked
 from medusa.model import MedusaModel
@@ -80,7 +81,7 @@ def _fitting(names: Sequence[str], model: MedusaModel) -> dict[str, Heads]:
         checkpoint = load_heads(name)
         heads = checkpoint.heads
         if (
-            kind_of(heads) == "medusa"
+            heads.kind == MedusaHeads.kind
             and checkpoint.adapter is None
             and (heads.config.hidden_size, heads.config.vocab_size) == sizes
             and max(heads.aux_layers, default=0) <= num_layers

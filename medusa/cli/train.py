@@ -70,6 +70,7 @@ def next_steps(configuration: TrainOptions) -> list[str]:
         command("tune", "--base", base, "--heads", heads),
         answer_command(tokenizer, "--base", base, "--heads", heads),
     ]
-    if configuration.kind == "eagle3":
-        steps.append(command("export", heads, "--to", "vllm-eagle3", "--output", heads.with_name("export")))
+    export_format = configuration.heads_type.exported_as
+    if export_format is not None:
+        steps.append(command("export", heads, "--to", export_format, "--output", heads.with_name("export")))
     return steps

@@ -69,8 +69,8 @@ from medusa.engine.optimized_heads import compile_heads, parts_of_heads
 from medusa.engine.snapshot import alteration_of
 from medusa.engine.views import packed_as
 from medusa.hardware import multiplies_in_float32
-from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
 from medusa.heads.checkpoint import check_tree_fits
+from medusa.heads.protocol import Heads
 from medusa.options import FALLBACK_STEP, STEPS, Engine, StepKind
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import Trees, TunedTree
@@ -398,7 +398,7 @@ class Executor:
 
 def reads_features(heads: Heads | None) -> bool:
     """Whether ``heads`` read the base's hidden states of the whole text."""
-    return isinstance(heads, AutoregressiveHead)
+    return heads is not None and heads.reads_text
 
 
 def trees_of(

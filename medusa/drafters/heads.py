@@ -8,12 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from medusa.base.causal_lm import CausalLM, place_of
-from medusa.base.causal_lm import lm_head as lm_head_of
-from medusa.drafters.autoregressive import AutoregressiveDrafter
+from medusa.base.causal_lm import place_of
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext
-from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
 from medusa.heads.checkpoint import check_tree_fits
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import CandidateTree
@@ -99,16 +96,3 @@ class HeadsDrafter(LevelDrafter):
     @property
     def vocab_size(self) -> int:
         return self.heads.config.vocab_size
-
-
-def drafter_of_heads(
-    heads: Heads, base: CausalLM, tree: CandidateTree
-) -> HeadsDrafter | AutoregressiveDrafter:
-    """The drafter for heads of any kind, over ``base``'s embeddings.
-
-    Raises:
-        ValueError: the heads cannot fill ``tree``.
-    """
-    if isinstance(heads, AutoregressiveHead):
-        return AutoregressiveDrafter(heads, base, tree)
-    return HeadsDrafter(heads, lm_head_of(base), tree)

@@ -1,16 +1,17 @@
-"""Drafters by name.
+"""Drafters by name, and of heads by their kind.
 
 A name is a key of :data:`DRAFTERS`, or several joined by ``+`` (``heads+suffix``), which share one tree.
 
 **Adding a drafter**: a file in this folder with a :class:`medusa.drafters.protocol.Drafter`, and a
-:class:`NamedDrafter` in :data:`DRAFTERS`.
+:class:`NamedDrafter` in :data:`DRAFTERS`. A kind of heads that is not autoregressive has its drafters in
+:func:`drafter_of_heads`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, singledispatch
 from typing import Any, Protocol
 
 import torch
@@ -36,18 +37,20 @@ from medusa.drafters.dynamic import (
     DynamicDrafter,
     DynamicHeadsDrafter,
 )
-from medusa.drafters.heads import drafter_of_heads
+from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import Drafter, PlainDrafter, not_capturable
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 from medusa.engine.engine_state import apply_engine
 from medusa.engine.loading import load_for_engine, load_own_head
 from medusa.engine.views import packed_unsupported_reason
-from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
+from medusa.heads.autoregressive_head import AutoregressiveHead
 from medusa.heads.checkpoint import HeadsCheckpoint, check_heads_fit, load_heads
 from medusa.heads.eagle3 import Eagle3Head
 from medusa.heads.fingerprint import warn_of_another_base
+from medusa.heads.medusa_heads import MedusaHeads
 from medusa.heads.mtp import mtp_unsupported_reason
+from medusa.heads.protocol import Heads
 from medusa.options import STEPS, DrafterSettings, Engine, StepKind
 from medusa.trees.candidate_tree import CandidateTree
 
@@ -62,6 +65,33 @@ def tree_of(settings: DrafterSettings, default_length: int = DEFAULT_DRAFT_LENGT
     if settings.draft_width > 1:
         return independent_chains(settings.draft_width, length)
     return CandidateTree.chain(length)
+
+
+@singledispatch
+def drafter_of_heads(heads: Heads, base: CausalLM, tree: CandidateTree, is_dynamic: bool = False) -> Drafter:
+    """The drafter for heads of any kind on ``base``: it fills ``tree``, or dynamic trees of its size.
+
+    Raises:
+        ValueError: the heads cannot fill ``tree``.
+        TypeError: no drafter is registered for their kind.
+    """
+    raise TypeError(f"heads of kind {heads.kind!r} have no drafter; register one for {type(heads).__name__}")
+
+
+@drafter_of_heads.register
+def _of_medusa_heads(
+    heads: MedusaHeads, base: CausalLM, tree: CandidateTree, is_dynamic: bool = False
+) -> Drafter:
+    drafter = DynamicHeadsDrafter if is_dynamic else HeadsDrafter
+    return drafter(heads, lm_head(base), tree)
+
+
+@drafter_of_heads.register
+def _of_autoregressive_head(
+    head: AutoregressiveHead, base: CausalLM, tree: CandidateTree, is_dynamic: bool = False
+) -> Drafter:
+    drafter = DynamicAutoregressiveDrafter if is_dynamic else AutoregressiveDrafter
+    return drafter(head, base, tree)
 
 
 class DraftHost(Protocol):
@@ -127,11 +157,7 @@ def _heads(host: DraftHost, settings: DrafterSettings, is_dynamic: bool = False)
     base = host.engine_base
     assert heads is not None, "refused before"
     chain = CandidateTree.chain(min(settings.draft_length or heads.num_heads, heads.num_heads))
-    if not is_dynamic:
-        return drafter_of_heads(heads, base, chain)
-    if isinstance(heads, AutoregressiveHead):
-        return DynamicAutoregressiveDrafter(heads, base, chain)
-    return DynamicHeadsDrafter(heads, lm_head(base), chain)
+    return drafter_of_heads(heads, base, chain, is_dynamic)
 
 
 def _missing_heads(host: DraftHost, settings: DrafterSettings) -> str | None:

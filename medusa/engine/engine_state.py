@@ -18,8 +18,8 @@ from medusa.engine.snapshot import Snapshot, alteration_of
 from medusa.engine.views import float32_unsupported_reason, packed_as, packed_unsupported_reason, view_of
 from medusa.hardware import device_name
 from medusa.heads.adapter import folded
-from medusa.heads.autoregressive_head import Heads
 from medusa.heads.checkpoint import check_heads_fit
+from medusa.heads.protocol import Heads
 from medusa.options import Engine
 from medusa.trees.tuned_trees import Runtime
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -61,12 +61,8 @@ def optimized_heads(heads: AnyHeads, lm_head: nn.Module) -> AnyHeads:
             for name, child in list(module.named_children()):
                 if isinstance(child, nn.Linear):
                     setattr(module, name, _packed_linear(child))
-        if isinstance(heads, MedusaHeads):
-            quick.__class__ = OptimizedHeads
-            quick._modules.pop("paths", None)
-            quick.path_products = nn.ModuleList(
-                _packed_product(weight.detach()) for weight in getattr(heads, "paths", ())
-            )
+        if type(heads) in _ON_KERNELS:
+            quick = _ON_KERNELS[type(heads)](quick)
     if scored is not None:
         quick.scorer = _packed_scorer(lm_head, scored) if has_kernels else GatheredRows(lm_head, scored)
     return quick
@@ -123,6 +119,18 @@ class OptimizedHeads(MedusaHeads):
     fusing: Program | None = None
     """The program of :meth:`fuse`, made with them."""
 
+    @classmethod
+    def of(cls, heads: MedusaHeads) -> Self:
+        """These heads over the parts of ``heads``, but for their paths, which are packed."""
+        with torch.device("meta"):
+            optimized = cls(heads.config)
+        for name, part in (*heads.named_children(), *heads.named_buffers(recurse=False)):
+            setattr(optimized, name, part)
+        optimized._modules.pop("paths", None)
+        paths = heads.paths if heads.config.reads_path else ()
+        optimized.path_products = nn.ModuleList(_packed_product(weight.detach()) for weight in paths)
+        return optimized.train(heads.training)
+
     def fuse(self, hidden: Tensor) -> Tensor:
         if self.fusing is None or hidden.dim() != 2:
             return super().fuse(hidden)
@@ -136,6 +144,10 @@ class OptimizedHeads(MedusaHeads):
 
     def _read_path(self, index: int, rows: Tensor) -> Tensor:
         return self.path_products[index](rows)
+
+
+_ON_KERNELS: dict[type[nn.Module], Callable[[Any], Any]] = {MedusaHeads: OptimizedHeads.of}
+"""Kinds of heads with more for the kernels than their linear layers, and what makes them from a copy."""
 
 
 def parts_of_heads(heads: Any, lm_head: nn.Module) -> list[Part]:

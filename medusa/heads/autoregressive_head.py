@@ -13,16 +13,15 @@ Shapes: D hidden, V vocabulary, V' scored tokens, L fused layers, E entries.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from medusa.heads.causal_layer import document_pairs
-from medusa.heads.draft_vocab import DraftVocab
-from medusa.heads.medusa_heads import MedusaHeads
+from medusa.heads.protocol import Heads
 
 
 class Drafted(NamedTuple):
@@ -34,15 +33,10 @@ class Drafted(NamedTuple):
     """(B, E, D): the input of the next entry."""
 
 
-class AutoregressiveHead(DraftVocab):
+class AutoregressiveHead(Heads):
     """An autoregressive head. The base's embeddings are passed in, never part of it."""
 
-    config: Any
-
-    @abstractmethod
-    def __init__(self, config: Any, token_map: Sequence[int] | Tensor | None = None):
-        super().__init__(config.vocab_size, config.token_map_size, token_map)
-        self.config = config
+    reads_text: ClassVar[bool] = True
 
     @property
     def num_heads(self) -> int:
@@ -55,13 +49,8 @@ class AutoregressiveHead(DraftVocab):
         return 1
 
     @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """The base's decoder layers whose states :meth:`fuse` takes beside the last one."""
-        return self.config.fused_layers
-
-    def fuse(self, hidden: Tensor) -> Tensor:
-        """The features (..., D) from the base's states (..., (1 + L) * D): by default the last ones."""
-        return hidden
+    def reads_per_chain(self) -> float:
+        return self.num_heads / self.num_layers  # once for each depth
 
     @abstractmethod
     def forward(
@@ -79,9 +68,18 @@ class AutoregressiveHead(DraftVocab):
         that. Mask, positions and cache are as for :class:`medusa.heads.causal_layer.CausalLayer`.
         """
 
+    def guessing_states(self, hidden: Tensor, ids: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """The states (B, T, K, D) that a draft from each position would score, of each depth."""
+        following = embed(ids.roll(-1, dims=1)).to(hidden.device)
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        by_last_entry = unroll(self, hidden, following, positions)
+        # A draft of d entries from position t ends at entry t + d - 1; entries that wrap around are past
+        # every answer.
+        by_position = [states.roll(-depth, dims=1) for depth, states in enumerate(by_last_entry)]
+        return torch.stack(by_position, dim=2)
 
-Heads = MedusaHeads | AutoregressiveHead
-"""The kinds of heads."""
+    def guesses_after(self, states: Tensor, path: Tensor, lm_head: nn.Module) -> Tensor:
+        return self.unembedded(states, lm_head)
 
 
 def unroll(

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from medusa.base.causal_lm import hidden_states, layers_of, lm_head, lm_head_device, longrope_threshold
-from medusa.heads.autoregressive_head import AutoregressiveHead, Heads, unroll
+from medusa.heads.protocol import Heads
 from medusa.trees.rank_counts import MISS, UNKNOWN, RankCounts
 
 LOGITS_PER_CHUNK = 2**25
@@ -102,10 +102,7 @@ def _batch_ranks(
     max_rank: int,
 ) -> Iterator[list[Tensor]]:
     """For each row, the ranks (P, K) of its answers, given its tokens and states."""
-    if isinstance(heads, AutoregressiveHead):
-        states = _unrolled(base, heads, ids.to(lm_head_device(base)), states)  # (B, T, K, D)
-    else:
-        states = heads.fuse(states)  # (B, T, D)
+    states = heads.guessing_states(states, ids.to(lm_head_device(base)), base.get_input_embeddings())
     for row, row_ids, row_states in zip(rows, ids, states, strict=True):
         answers = []
         for start, end in _answer_spans(row.is_label):
@@ -114,18 +111,6 @@ def _batch_ranks(
             path = row_ids[(ahead - 1).clamp(max=end - 1)]  # whatever follows an unknown token is unknown too
             answers.append(_true_ranks(base, heads, row_states[start - 1 : end - 1], path, truth, max_rank))
         yield answers
-
-
-def _unrolled(base: PreTrainedModel, head: AutoregressiveHead, ids: Tensor, hidden: Tensor) -> Tensor:
-    """The states (B, T, K, D) from which an autoregressive head guesses each depth, at the position before
-    the root; ids (B, T) long, hidden (B, T, (1 + L) * D)."""
-    following = base.get_input_embeddings()(ids.roll(-1, dims=1)).to(hidden.device)
-    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    by_last_entry = unroll(head, hidden, following, positions)
-    # A draft of d entries from position t ends at entry t + d - 1; entries that wrap around are past every
-    # answer.
-    by_position = [states.roll(-depth, dims=1) for depth, states in enumerate(by_last_entry)]
-    return torch.stack(by_position, dim=2)
 
 
 def _answer_spans(is_label: Sequence[bool]) -> Iterator[tuple[int, int]]:
@@ -141,17 +126,13 @@ def _answer_spans(is_label: Sequence[bool]) -> Iterator[tuple[int, int]]:
 def _true_ranks(
     base: PreTrainedModel, heads: Heads, states: Tensor, path: Tensor, truth: Tensor, max_rank: int
 ) -> Tensor:
-    """Ranks (P, K) int16 of truth (P, K) long, given the states (P, D) and path (P, K) long that Medusa heads
-    read, or the states (P, K, D) that an autoregressive head drafted."""
+    """Ranks (P, K) int16 of truth (P, K) long, given the states (P, ...) and path (P, K) long."""
     unembedding = lm_head(base)
     chunk = max(1, LOGITS_PER_CHUNK // (heads.num_heads * heads.config.vocab_size))
     ranks = []
     chunks = zip(states.split(chunk), path.to(states.device).split(chunk), truth.split(chunk), strict=True)
     for chunk_states, chunk_path, tokens in chunks:
-        if isinstance(heads, AutoregressiveHead):
-            logits = heads.unembedded(chunk_states, unembedding)  # (chunk, K, V')
-        else:
-            logits = heads(chunk_states, unembedding, chunk_path)
+        logits = heads.guesses_after(chunk_states, chunk_path, unembedding)  # (chunk, K, V')
         guesses = heads.token_ids(logits.topk(min(max_rank, logits.shape[-1]), dim=-1).indices)
         is_right = guesses.cpu() == tokens[..., None]
         chunk_ranks = torch.where(is_right.any(dim=-1), is_right.int().argmax(dim=-1), MISS)

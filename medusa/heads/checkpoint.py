@@ -1,8 +1,7 @@
 """The heads directory: written by training, loaded for decoding.
 
-    config.json         the format version, the kind of heads ("medusa", "eagle3" or "mtp"), its
-                        configuration, the base model's name and fingerprint; the type of the weights,
-                        where they are whole numbers
+    config.json         the format version, the kind of heads (a key of KINDS), its configuration, the base
+                        model's name and fingerprint; the type of the weights, where they are whole numbers
     model.safetensors   the weights, names as in the module's state_dict()
     tree.json           the candidate tree, as rank paths, and where it came from; under "tuned", the trees
                         that were timed for a device and batch size (see medusa.trees.tuned_trees)
@@ -18,7 +17,6 @@ renamed at the end, so a failed write leaves the old directory.
 from __future__ import annotations
 
 import difflib
-import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -34,12 +32,12 @@ from medusa.base.known_models import heads_for
 from medusa.base.loading import BaseSource
 from medusa.files import Layout, digest_of, has_keys, read_json, replaced_directory, write_json
 from medusa.heads.adapter import Adapter, apply_adapter, check_carries
-from medusa.heads.autoregressive_head import Heads
 from medusa.heads.draft_vocab import checked_token_map
-from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
+from medusa.heads.eagle3 import Eagle3Head
 from medusa.heads.fingerprint import BaseFingerprint, warn_of_another_base
-from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
-from medusa.heads.mtp import MtpConfig, MtpHead
+from medusa.heads.medusa_heads import MedusaHeads
+from medusa.heads.mtp import MtpHead
+from medusa.heads.protocol import Heads
 from medusa.heads.stored_types import ROW_BYTES, GroupType, is_grouped, stored, widened
 from medusa.heads.tensor_files import check_finite, check_tensors, read_tensors
 from medusa.hub import hub_directory
@@ -70,13 +68,9 @@ HEADS_LAYOUT = Layout(
     HEADS_FILES,
     lambda directory: has_keys(directory / CONFIG_FILE, "format_version", "base_model"),
 )
-KINDS: dict[str, tuple[type[Any], type[Any]]] = {
-    "medusa": (MedusaHeads, HeadsConfig),
-    "eagle3": (Eagle3Head, Eagle3Config),
-    "mtp": (MtpHead, MtpConfig),
-}
-"""Every kind of heads, with its configuration."""
-OWN_HEADS = "mtp"
+KINDS: dict[str, type[Any]] = {module.kind: module for module in (MedusaHeads, Eagle3Head, MtpHead)}
+"""Every kind of heads by its name."""
+OWN_HEADS = MtpHead.kind
 """Names the heads that the base comes with."""
 _CONTEXT = "context"
 """Key of an earlier version: the sizes of a causal layer under Medusa heads; null in all others."""
@@ -93,7 +87,6 @@ _HEADER_KEYS = (
     _WEIGHTS_TYPE,
 )
 """Keys of config.json that are no part of a module's configuration."""
-_BLOCK_TENSOR = re.compile(r"blocks\.(?P<head>\d+)\.(residual\.)?(?P<layer>\d+)\.")
 
 
 @dataclass
@@ -165,7 +158,7 @@ def save_heads(
     with replaced_directory(directory, overwrite) as partial:
         config = {
             "format_version": _FORMAT_VERSION,
-            "kind": kind_of(checkpoint.heads),
+            "kind": checkpoint.heads.kind,
             "base_model": checkpoint.base_model,
             **asdict(checkpoint.heads.config),
         }
@@ -225,11 +218,6 @@ def load_heads(
         fingerprint=_read_fingerprint(directory, raw),
         template_options=options,
     )
-
-
-def kind_of(heads: Heads) -> str:
-    """The kind of these heads in ``config.json``."""
-    return next(kind for kind, (module, _) in KINDS.items() if isinstance(heads, module))
 
 
 def save_tree(
@@ -340,7 +328,7 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
     """The module that ``raw``, the config.json, describes, with the weights of the directory."""
     config_path = directory / CONFIG_FILE
     path = directory / WEIGHTS_FILE
-    kind = raw.get("kind", "medusa")
+    kind = raw.get("kind", MedusaHeads.kind)
     if kind not in list(KINDS):  # a value from a file may not be hashable
         known = " or ".join(map(repr, KINDS))
         raise ValueError(f"{config_path} says kind={kind!r}, this version of medusa reads {known}")
@@ -349,19 +337,17 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
             f"{config_path} has a causal layer over the text ({_CONTEXT}), which this version of medusa "
             "does not run any more; train the heads again without context_layers"
         )
-    module, config_type = KINDS[kind]
-    config = _strict_config(config_type, raw, config_path)
+    module = KINDS[kind]
+    config = _strict_config(module.config_type, raw, config_path)
     with torch.device("meta"):
-        heads = module(config)
+        heads: Heads = module(config)
     shapes = {name: tensor.shape for name, tensor in heads.state_dict().items()}
     weights = {
         name: tensor.to(device, torch.float32 if tensor.is_floating_point() else None)
         for name, tensor in _read_weights(path, raw, shapes).items()
     }
-    if isinstance(config, HeadsConfig):
-        _check_counts(config, weights, config_path)
-    heads_name = f"{config.unembedding!r} heads" if isinstance(config, HeadsConfig) else f"an {kind!r} head"
-    check_tensors(weights, shapes, heads_name, path)
+    _check_counts(heads, weights, config_path)
+    check_tensors(weights, shapes, heads.weights_name, path)
     if config.token_map_size is not None:
         try:
             weights["token_map"] = checked_token_map(
@@ -373,14 +359,13 @@ def _read_module(directory: Path, raw: Mapping[str, Any], device: str) -> Heads:
     return heads
 
 
-def _check_counts(config: HeadsConfig, weights: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Raise ValueError unless there are weights of as many heads and layers as ``config`` says."""
-    blocks = [match for match in map(_BLOCK_TENSOR.match, weights) if match]
-    for name, key in (("num_heads", "head"), ("num_layers", "layer")):
-        count = len({block[key] for block in blocks})
-        if getattr(config, name) != count:
+def _check_counts(heads: Heads, weights: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Raise ValueError unless the names of ``weights`` tell the counts that the configuration in ``path``
+    says."""
+    for name, count in heads.counts_in(weights).items():
+        if getattr(heads.config, name) != count:
             raise ValueError(
-                f"{path} says {name}={getattr(config, name)}, {WEIGHTS_FILE} holds {count}; "
+                f"{path} says {name}={getattr(heads.config, name)}, {WEIGHTS_FILE} holds {count}; "
                 "the two files do not belong together"
             )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from medusa.heads.autoregressive_head import AutoregressiveHead, Drafted
 from medusa.heads.causal_layer import CausalLayer, LayerConfig
 from medusa.heads.draft_vocab import MAX_SIZE, checked_layers
 from medusa.heads.medusa_heads import MAX_DEPTH
-from medusa.options import check_counts
+from medusa.options import ForeignName, check_counts
 
 _MIN_LAYERS_OF_DEFAULT = 7
 """Bases with fewer layers have no three different ones at :func:`default_layers`."""
@@ -112,6 +112,10 @@ class Eagle3Head(AutoregressiveHead):
     Parameters are named as in the checkpoints of other projects (:mod:`medusa.interop.eagle3`).
     """
 
+    kind: ClassVar[str] = "eagle3"
+    config_type: ClassVar[type[Any]] = Eagle3Config
+    exported_as: ClassVar[ForeignName | None] = "vllm-eagle3"
+
     def __init__(self, config: Eagle3Config, token_map: Sequence[int] | Tensor | None = None):
         super().__init__(config, token_map)
         size = config.hidden_size
@@ -133,6 +137,14 @@ class Eagle3Head(AutoregressiveHead):
     @property
     def scores_base_rows(self) -> bool:
         return not self.config.own_lm_head
+
+    def in_words(self) -> str:
+        layers = " ".join(map(str, self.aux_layers))
+        rows = "rows of its own" if self.config.own_lm_head else "the base's rows"
+        return (
+            f"an EAGLE-3 head over layers {layers} that drafts {self.num_heads} deep and scores "
+            f"{self.num_columns:,} tokens with {rows}"
+        )
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """The features (..., D) from the base's states (..., (1 + L) * D): the last state comes first, and is

@@ -19,22 +19,27 @@ Shapes: D hidden, V vocabulary, K heads, L fused layers, V' scored tokens (V, or
 from __future__ import annotations
 
 import math
+import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.base.causal_lm import embedding_rows, rows_at
-from medusa.heads.draft_vocab import MAX_LAYERS, MAX_SIZE, DraftVocab, checked_layers
+from medusa.base.causal_lm import CausalLM, embedding_rows, lm_head, rows_at
+from medusa.console import counted
+from medusa.heads.draft_vocab import MAX_LAYERS, MAX_SIZE, checked_layers
+from medusa.heads.protocol import Heads
 from medusa.options import check_counts
 
 MAX_DEPTH = 256
 """Largest depth of heads: far above the depth of useful guesses."""
 Unembedding = Literal["shared", "full", "token_map"]
+_BLOCK_TENSOR = re.compile(r"blocks\.(?P<num_heads>\d+)\.(residual\.)?(?P<num_layers>\d+)\.")
+"""Names of the tensors of blocks; each group counts what it is called after."""
 
 
 @dataclass(frozen=True)
@@ -123,18 +128,21 @@ class _PathBlocks(nn.Module):
         return self.residual(hidden) + self.widen(path * (1 + self.gate(hidden)))
 
 
-class MedusaHeads(DraftVocab):
+class MedusaHeads(Heads):
     """K heads over a frozen base model's LM head.
 
     The base's LM head is never a part of this module: callers pass it to :meth:`forward`, so it is neither
     trained nor saved nor copied. Heads that read their path see its tokens as rows of it.
     """
 
+    kind: ClassVar[str] = "medusa"
+    config_type: ClassVar[type[Any]] = HeadsConfig
+    config: HeadsConfig
+
     def __init__(self, config: HeadsConfig, token_map: Sequence[int] | Tensor | None = None):
         if token_map is not None and config.unembedding != "token_map":
             raise ValueError(f"token_map goes with unembedding='token_map', got {config.unembedding!r}")
-        super().__init__(config.vocab_size, config.token_map_size, token_map)
-        self.config = config
+        super().__init__(config, token_map)
         rank = config.path_rank
         self.blocks = nn.ModuleList(
             _residual_blocks(config) if rank is None else _PathBlocks(config, rank)
@@ -170,20 +178,32 @@ class MedusaHeads(DraftVocab):
         return self.config.num_heads
 
     @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """The base's decoder layers whose states :meth:`fuse` takes beside the last one."""
-        return self.config.fused_layers
-
-    @property
     def scores_base_rows(self) -> bool:
         return self.config.unembedding != "full"
 
-    def initialise_from(self, lm_head: nn.Module) -> None:
-        """Start ``full`` heads from the base's unembedding (V, D), each as the base's own LM head."""
+    def in_words(self) -> str:
+        config = self.config
+        layers = counted(config.num_layers, "layer")
+        return f"{counted(self.num_heads, 'head')} of {layers}, unembedding {config.unembedding}"
+
+    @property
+    def weights_name(self) -> str:
+        return f"{self.config.unembedding!r} heads"
+
+    def counts_in(self, weights: Mapping[str, Tensor]) -> dict[str, int]:
+        blocks = [match for match in map(_BLOCK_TENSOR.match, weights) if match]
+        return {name: len({block[name] for block in blocks}) for name in ("num_heads", "num_layers")}
+
+    def initialise(self, base: CausalLM) -> None:
+        """Start ``full`` heads as the base's own LM head, each with a copy of its rows (V, D)."""
         if self.config.unembedding == "full":
             with torch.no_grad():
                 for rows in self.unembed:
-                    rows.copy_(embedding_rows(lm_head))
+                    rows.copy_(embedding_rows(lm_head(base)))
+
+    def grown_from(self, earlier: Mapping[str, Any]) -> dict[str, Any]:
+        values: dict[str, Any] = {"num_layers": min(self.config.num_layers, earlier["num_layers"])}
+        return values if earlier["fused_layers"] else {**values, "fused_layers": ()}
 
     @torch.no_grad()
     def set_layer_scale(self, hidden: Tensor) -> None:
@@ -206,6 +226,13 @@ class MedusaHeads(DraftVocab):
         below = hidden[..., size:] / self.layer_scale
         below = F.rms_norm(below.unflatten(-1, (-1, size)), (size,)).flatten(-2)
         return last + self.fusion(below)
+
+    def guessing_states(self, hidden: Tensor, ids: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """The states (B, T, D) that all heads read."""
+        return self.fuse(hidden)
+
+    def guesses_after(self, states: Tensor, path: Tensor, lm_head: nn.Module) -> Tensor:
+        return self(states, lm_head, path)
 
     def forward(self, hidden: Tensor, lm_head: nn.Module, path: Tensor | None = None) -> Tensor:
         """Logits of every head: hidden (..., D), :meth:`fuse`'d -> (..., K, V').

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from medusa.base.causal_lm import CausalLM, cache_argument, hidden_size, vocab_size
 from medusa.base.gguf_file import GGUFFile
 from medusa.base.loading import gguf_model, gguf_path
+from medusa.console import counted
 from medusa.heads.autoregressive_head import AutoregressiveHead, Drafted
 from medusa.heads.draft_vocab import MAX_LAYERS, MAX_SIZE
 from medusa.heads.medusa_heads import MAX_DEPTH
@@ -129,11 +130,14 @@ class MtpConfig:
 class MtpHead(AutoregressiveHead):
     """The layers, without the base's embeddings."""
 
+    kind: ClassVar[str] = "mtp"
+    config_type: ClassVar[type[Any]] = MtpConfig
+
     def __init__(self, config: MtpConfig, token_map: Sequence[int] | Tensor | None = None):
         super().__init__(config, token_map)
         modules = _modules()
         if modules is None:
-            raise ValueError(f"heads of kind 'mtp' need {_NEEDED}")
+            raise ValueError(f"heads of kind {self.kind!r} need {_NEEDED}")
         base = without_weights(config.base_config)
         self.layers = modules(base, base.config.num_mtp_layers).layers
         self._cache_argument = cache_argument(self.layers[0])
@@ -143,6 +147,14 @@ class MtpHead(AutoregressiveHead):
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def in_words(self) -> str:
+        layers = counted(self.num_layers, "layer")
+        return f"{layers} for multi-token prediction, drafting {self.num_heads} deep"
+
+    def initialise(self, base: CausalLM) -> None:
+        """Begin as the layers in the files of ``base`` are."""
+        self.copy_weights(own_head(base))
 
     def forward(
         self,

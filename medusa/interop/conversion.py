@@ -92,12 +92,14 @@ def export_heads(request: ToExport, to: str, output: str | Path, overwrite: bool
 
     Raises:
         FileExistsError: ``output`` holds something and ``overwrite`` is false.
-        ValueError: the format has no place for such heads, or a weight is not finite in the type to write.
+        ValueError: the format is for heads of another kind, or has no place for these; or a weight is not
+            finite in the type to write.
     """
     export = FORMATS[to].export
     if export is None:
         written = ", ".join(name for name, each in FORMATS.items() if each.export is not None)
         raise ValueError(f"heads are not written as {to!r}; choose one of {written}")
+    _check_kind(request, FORMATS[to])
     files = export(request)
     weights = {
         name: each.detach()
@@ -111,6 +113,22 @@ def export_heads(request: ToExport, to: str, output: str | Path, overwrite: bool
         write_json(partial / CONFIG_FILE, files.config)
         save_file(weights, partial / WEIGHTS_FILE, metadata={"format": "pt"})
     return files
+
+
+def _check_kind(request: ToExport, foreign: ForeignFormat) -> None:
+    """Raise ValueError unless the heads are of the kind that ``foreign`` holds."""
+    heads = request.checkpoint.heads
+    if isinstance(heads, foreign.holds):
+        return
+    formats = [
+        f"--to {each.name}" for each in FORMATS.values() if each.export and isinstance(heads, each.holds)
+    ]
+    advice = f"export them {' or '.join(formats)}, or " if formats else ""
+    raise ValueError(
+        f"{request.source} holds heads of kind {heads.kind}, and {foreign.name} is for kind "
+        f"{foreign.holds.kind}; {advice}train others with --head-kind {foreign.holds.kind} "
+        f"{foreign.training_flags}".rstrip()
+    )
 
 
 def import_heads(

@@ -142,13 +142,8 @@ def _export_speculators(request: ToExport) -> ExportedFiles:
 
 def _exported(request: ToExport) -> tuple[Eagle3Head, dict[str, Tensor], tuple[str, ...]]:
     """The head, its tensors under the plain layout's names, and what becomes of the rest."""
-    head = request.checkpoint.heads
-    if not isinstance(head, Eagle3Head):
-        raise ValueError(
-            f"{request.source} holds other heads, and this format an EAGLE-3 head; train one with "
-            "--head-kind eagle3. --to vllm-medusa takes Medusa heads without reads_path and fused_layers"
-        )
     check_belongs(request)
+    head: Any = request.checkpoint.heads
     state = {name: each for name, each in head.state_dict().items() if name != "token_map"}
     token_map, order = (None, slice(None)) if head.token_map is None else head.token_map.sort()
     if head.config.own_lm_head:
@@ -526,7 +521,7 @@ VLLM_EAGLE3 = ForeignFormat(
     _is_plain_directory,
     _export_plain,
     partial(vllm_command, "eagle3"),
-    holds_eagle3=True,
+    holds=Eagle3Head,
 )
 SPECULATORS = ForeignFormat(
     "speculators",
@@ -536,5 +531,5 @@ SPECULATORS = ForeignFormat(
     _is_speculators_directory,
     _export_speculators,
     _serve_speculators,
-    holds_eagle3=True,
+    holds=Eagle3Head,
 )

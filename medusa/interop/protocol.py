@@ -16,8 +16,9 @@ from torch import Tensor
 from medusa.base.causal_lm import CausalLM, embedding_weight, lm_head
 from medusa.base.gguf_file import is_gguf
 from medusa.files import read_json
-from medusa.heads.autoregressive_head import Heads
 from medusa.heads.checkpoint import HeadsCheckpoint, check_sizes
+from medusa.heads.medusa_heads import MedusaHeads
+from medusa.heads.protocol import Heads
 
 CONFIG_FILE = "config.json"
 
@@ -94,13 +95,16 @@ class ForeignFormat:
     recognises: Callable[[Path], bool] | None = None
     """Whether a directory is of this format; None where another format covers it."""
     export: Callable[[ToExport], ExportedFiles] | None = None
-    """Heads as this format; a ValueError where it has no place for them. None: nothing is written in it."""
+    """Heads of the kind as this format; a ValueError where it has no place for them. None: nothing is written
+    in it."""
     serve: Callable[[str, str, int], str] | None = None
     """The command that serves (directory, base, number of heads)."""
     holds_base: bool = False
     """Whether the same files are the base too."""
-    holds_eagle3: bool = False
-    """Whether the heads are an EAGLE-3 head, whose layers and depth can be given."""
+    holds: type[Heads] = MedusaHeads
+    """The kind of the heads."""
+    training_flags: str = ""
+    """Flags of ``medusa train``, beside the kind, for heads that it has a place for."""
 
 
 def config_in(directory: Path) -> dict[str, Any]:

@@ -38,7 +38,6 @@ from medusa.heads.checkpoint import (
     HEADS_FILES,
     HEADS_LAYOUT,
     HeadsCheckpoint,
-    kind_of,
 )
 from medusa.hub import LOG_IN, split_revision
 from medusa.interop import custom_generate
@@ -261,7 +260,7 @@ def read_evaluation(path: Path, weights_sha256: str) -> dict[str, Any]:
 
 def model_card(facts: CardFacts) -> ModelCard:
     """The card of a repository of heads."""
-    kind = kind_of(facts.checkpoint.heads)
+    kind = facts.checkpoint.heads.kind
     is_plain_base = facts.checkpoint.adapter is None
     data = ModelCardData(
         library_name=LIBRARY,

@@ -22,7 +22,6 @@ from typing import Any
 
 from medusa.console import megabytes
 from medusa.files import read_json
-from medusa.heads.checkpoint import kind_of
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.heads.tensor_files import names_in, read_tensors
 from medusa.interop.plain_heads import NAMES as REFERENCE_NAMES
@@ -93,12 +92,7 @@ def checked_plain(request: ToExport) -> MedusaHeads:
     """
     checkpoint = request.checkpoint
     source = request.source
-    heads = checkpoint.heads
-    if not isinstance(heads, MedusaHeads):
-        raise ValueError(
-            f"{source} holds heads of kind {kind_of(heads)}, and this format plain Medusa heads; export an "
-            "eagle3 head --to vllm-eagle3, or train others with --head-kind medusa --reads-path false"
-        )
+    heads: Any = checkpoint.heads
     config = heads.config
     more = []
     if config.reads_path:
@@ -205,5 +199,12 @@ def _count_keys(config: Mapping[str, Any], word: str) -> list[str]:
 
 
 VLLM_MEDUSA = ForeignFormat(
-    "vllm-medusa", "vLLM", _read, named_base, _is_vllm_directory, _export, partial(vllm_command, "medusa")
+    "vllm-medusa",
+    "vLLM",
+    _read,
+    named_base,
+    _is_vllm_directory,
+    _export,
+    partial(vllm_command, "medusa"),
+    training_flags="--reads-path false",
 )

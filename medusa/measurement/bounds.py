@@ -29,7 +29,6 @@ from medusa.decoding.statistics import DecodingStatistics
 from medusa.engine.kernels import PackedMatmul
 from medusa.engine.views import JoinedLinear
 from medusa.hardware import DeviceRates
-from medusa.heads.autoregressive_head import AutoregressiveHead
 from medusa.heads.draft_vocab import GatheredRows
 from medusa.model import MedusaModel
 from medusa.trees.rank_counts import RankCounts
@@ -109,11 +108,8 @@ def heads_cost(model: MedusaModel) -> tuple[float, float]:
     """Bytes the heads read in a step, as the engine computes them, and operations they do for a row."""
     heads = model.optimized_heads
     assert heads is not None, "asked only with heads"
-    runs = (
-        heads.num_heads / heads.num_layers if isinstance(heads, AutoregressiveHead) else 1
-    )  # once for each depth of a chain
     scorer: Any = heads.scorer
-    num_bytes, num_weights = (runs * each for each in _read_whole(heads, leave_out=scorer))
+    num_bytes, num_weights = (heads.reads_per_chain * each for each in _read_whole(heads, leave_out=scorer))
     if heads.scores_base_rows:  # read once, by all heads
         if isinstance(scorer, GatheredRows):
             row_bytes = float(scorer.rows.nbytes)

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from medusa.console import PERCENT, Column, track
-from medusa.heads.autoregressive_head import Heads
 from medusa.heads.calibration import AnsweredTokens, calibrate_each
 from medusa.heads.checkpoint import HeadsCheckpoint
+from medusa.heads.protocol import Heads
 from medusa.measurement.report import Report
 from medusa.measurement.systems import heads_drafter, heads_without_adapter
 from medusa.measurement.timing import (

@@ -22,19 +22,19 @@ from medusa.acceptance.rules import rule_named
 from medusa.base.causal_lm import end_ids, lm_head, vocab_size
 from medusa.base.gguf_file import begins_as_gguf
 from medusa.base.loading import load_base
-from medusa.drafters.heads import drafter_of_heads
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import (
     DEFAULT_DRAFTER,
     DrafterFactory,
+    drafter_of_heads,
     part_names,
     uses_model_heads,
 )
 from medusa.engine.libraries import INSTALL_COMPILER
 from medusa.engine.optimized_heads import optimized_heads
 from medusa.engine.views import packed_as
-from medusa.heads.autoregressive_head import Heads
 from medusa.heads.checkpoint import HeadsCheckpoint, check_heads_fit, load_heads
+from medusa.heads.protocol import Heads
 from medusa.measurement.llama_cpp import LlamaCpp, answered_by, llama_cpp_unsupported_reason
 from medusa.model import MedusaModel
 from medusa.options import DrafterSettings

@@ -31,7 +31,11 @@ from starlette.exceptions import HTTPException
 
 import medusa
 from medusa.conversations import check_keepable
+from medusa.serving.body import Body, NotFinite, field_of, json_value, message_of, most_specific_error
+from medusa.serving.chat_requests import ChatRequest, DetokenizeRequest, TokenizeRequest
+from medusa.serving.completion_requests import CompletionRequest, InfillRequest, LlamaInfillRequest
 from medusa.serving.dialects import Dialect, ReplyContext
+from medusa.serving.embedding_requests import EmbeddingRequest, EmbeddingsRequest
 from medusa.serving.embeddings import EmbeddingLost
 from medusa.serving.gate import MAX_UNREAD, PAGE_SCRIPTS, Gate, answer_of
 from medusa.serving.messages import MessagesRequest
@@ -50,22 +54,6 @@ from medusa.serving.ollama import (
 from medusa.serving.output_formats import OutputFormat
 from medusa.serving.output_parser import OutputParser
 from medusa.serving.replies import DONE, LlamaReplies, Replies, RequestError, StreamedReplies, usage_of
-from medusa.serving.requests import (
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    EmbeddingsRequest,
-    InfillRequest,
-    LlamaInfillRequest,
-    NotFinite,
-    TokenizeRequest,
-    field_of,
-    json_value,
-    message_of,
-    most_specific_error,
-)
 from medusa.serving.responses import ResponsesRequest
 from medusa.serving.service import Service, overloaded, shutting_down
 from medusa.serving.settings import AccessOptions
@@ -374,7 +362,7 @@ class _Endpoints:
             seconds = time.monotonic() - began
 
             def reply() -> JSONResponse:
-                shown = service.shortened(vectors, body.dimensions)
+                shown = service.embedded.shortened(vectors, body.dimensions)
                 return _PatientResponse(body.reply(model.real_name(body.model), shown, num_tokens, seconds))
 
             state = http_request.scope["state"]

@@ -1,8 +1,8 @@
 """Dialects: other protocols in which a client may say a chat, and what they share.
 
-A dialect's request is the same as a :class:`medusa.serving.requests.ChatRequest`, and its reply is written
-from the same parts: :class:`Conversation` makes messages of what comes block by block, :class:`BlockReplies`
-makes blocks of what the model writes.
+A dialect's request is the same as a :class:`medusa.serving.chat_requests.ChatRequest`, and its reply is
+written from the same parts: :class:`Conversation` makes messages of what comes block by block,
+:class:`BlockReplies` makes blocks of what the model writes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from medusa.base.sampling_advice import SamplingAdvice
+from medusa.serving.chat_requests import ChatRequest
+from medusa.serving.completion_requests import CompletionRequest
 from medusa.serving.output_parser import OutputParser, Part
 from medusa.serving.replies import RequestError, StreamedReplies, read
-from medusa.serving.requests import ChatRequest, CompletionRequest, SharedFields
+from medusa.serving.shared_fields import SharedFields
 from medusa.serving.worker import Update
 
 

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from medusa.serving.requests import json_value
+from medusa.serving.body import json_value
 
 INVALID = (SyntaxError, ValueError, RecursionError, MemoryError)
 """Exceptions of parsing a text as JSON or Python."""

@@ -11,21 +11,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
+from medusa.serving.body import FIRST_ALONE, Body, json_value, shortened
+from medusa.serving.chat_requests import MAX_FUNCTION_NAME, MAX_MESSAGES, MAX_TOOLS, Parameters
 from medusa.serving.dialects import BlockReplies, Conversation, Dialect, ReplyContext, new_identity
 from medusa.serving.json_repair import repaired
 from medusa.serving.replies import RequestError, anthropic_error
-from medusa.serving.requests import (
-    FIRST_ALONE,
-    MAX_FUNCTION_NAME,
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_TOOLS,
-    Body,
-    Parameters,
-    TextPart,
-    json_value,
-    shortened,
-)
+from medusa.serving.shared_fields import MAX_PARTS, TextPart
 
 BILLING = "x-anthropic-billing-header:"
 """Begins a system block of Claude Code that is for Anthropic's accounting. It differs from one conversation

@@ -24,17 +24,17 @@ from typing import Any
 from medusa.console import gigabytes
 from medusa.engine.file_weights import give_back_freed_memory
 from medusa.hardware import release_threads
+from medusa.serving.body import shortened
 from medusa.serving.metrics import ServerMetrics, exposed_by_model
 from medusa.serving.replies import RequestError
-from medusa.serving.requests import shortened
 from medusa.serving.service import RETRY_AFTER, Service, overloaded, shutting_down
 from medusa.serving.settings import ServiceOptions
 from medusa.serving.tokenized_model import TokenizedModel
 
 log = logging.getLogger("medusa.serving")
 
-LOOK_SECONDS = 0.05
-"""Between two looks of who waits for a model."""
+EARLY_SECONDS = 0.05
+"""What a timer of the event loop may come too early by."""
 NOT_LOADED = "the model %r could not be loaded"
 LATEST = ":latest"
 """What clients of Ollama put behind a name."""
@@ -170,6 +170,28 @@ class Lease:
             self._at_end()
 
 
+class Changes:
+    """What wakes all who wait for a change of a pool, on its event loop."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def wait(self) -> None:
+        """Until the next :meth:`tell`."""
+        self._loop = asyncio.get_running_loop()
+        await self._next.wait()
+
+    def tell(self) -> None:
+        """Wake who waits; from any thread, and from the handler of a signal."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._next.set()
+        self._next = asyncio.Event()
+
+
 class ModelPool:
     """Models by name, of which as many are loaded as are used and have room.
 
@@ -207,6 +229,7 @@ class ModelPool:
         for model in self.models:
             for name in model.aliases:
                 self._by_name.setdefault(name, model)
+        self._changes = Changes()  # of who has and who waits for a model, and of draining
         self._turn = asyncio.Lock()  # one model is loaded or put down at a time
         self._thread = ThreadPoolExecutor(1, "medusa-loading")
         self._tasks = set[asyncio.Task[None]]()
@@ -271,9 +294,10 @@ class ModelPool:
                 if time.monotonic() > until:
                     text = f"the model {model.names[0]!r} was not loaded in the time that this server allows"
                     raise RequestError(text, 504, "model", "timeout")
-                await self._step_of_loading(model)
+                await self._step_of_loading(model, until)
         finally:
             model.num_waiting -= 1
+            self._changes.tell()
         assert model.service is not None
         model.num_users += 1
         model.is_unwanted = False
@@ -282,8 +306,8 @@ class ModelPool:
                 other.service.pause_learning()
         return Lease(model, model.service, functools.partial(self._released, model, keep_seconds))
 
-    async def _step_of_loading(self, model: ServedModel) -> None:
-        """Have ``model`` loaded, and wait a little for it."""
+    async def _step_of_loading(self, model: ServedModel, until: float) -> None:
+        """Have ``model`` loaded, and wait for it, for a change, or for the time ``until``."""
         if self.is_draining:
             raise shutting_down()
         if model.num_bytes > self.budget:
@@ -298,7 +322,12 @@ class ModelPool:
         if model.loading is None:
             model.loading = self._task(self._load(model))
         loading = model.loading
-        await asyncio.wait({loading}, timeout=LOOK_SECONDS)
+        change = asyncio.ensure_future(self._changes.wait())
+        try:
+            seconds = max(0.0, until - time.monotonic())
+            await asyncio.wait({loading, change}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            change.cancel()
         if loading.done():
             loading.result()
 
@@ -332,7 +361,7 @@ class ModelPool:
         nobody waits for it any more."""
         for other in self.loaded:  # who waited for one that has just been loaded gets it first
             while other.num_waiting and other.is_ready:
-                await asyncio.sleep(0)
+                await self._changes.wait()
         left = self.budget - sum(other.num_bytes for other in self.loaded)
         leaving = []
         for other in sorted(self.loaded, key=lambda other: (other.num_users > 0, other.last_used)):
@@ -344,7 +373,7 @@ class ModelPool:
         try:
             for other in leaving:
                 while other.num_users and model.num_waiting and not self.is_draining:
-                    await asyncio.sleep(LOOK_SECONDS)
+                    await self._changes.wait()
                 if not model.num_waiting or self.is_draining:
                     return False
                 await self._put_down(other)
@@ -365,6 +394,7 @@ class ModelPool:
 
     def _released(self, model: ServedModel, keep_seconds: float | None) -> None:
         model.num_users -= 1
+        self._changes.tell()
         model.last_used = time.monotonic()
         seconds = self.keep_seconds if keep_seconds is None else keep_seconds
         model.keep_seconds = 0.0 if model.is_unwanted else seconds
@@ -386,7 +416,7 @@ class ModelPool:
 
     async def _put_down_idle(self, model: ServedModel) -> None:
         async with self._turn:
-            is_over = time.monotonic() >= model.last_used + model.keep_seconds - LOOK_SECONDS
+            is_over = time.monotonic() >= model.last_used + model.keep_seconds - EARLY_SECONDS
             if model.service is not None and is_over and not model.num_users and not model.num_waiting:
                 await self._put_down(model)
 
@@ -446,6 +476,7 @@ class ModelPool:
         for model in self.models:
             if model.service is not None:
                 model.service.is_draining = True
+        self._changes.tell()
 
     def end(self) -> None:
         """:meth:`drain`, and end the answers under way with an error."""

@@ -20,27 +20,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, StrictBool
 from torch import Tensor
 
+from medusa.serving.body import FIRST_ALONE, Body, Whole, json_value, shortened
+from medusa.serving.chat_requests import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS, ChatRequest, Tool
+from medusa.serving.completion_requests import CompletionRequest, InfillRequest
 from medusa.serving.dialects import BlockReplies, Conversation, Dialect, ReplyContext
+from medusa.serving.embedding_requests import MAX_TEXTS, EmbeddingRequest
 from medusa.serving.json_repair import repaired
 from medusa.serving.model_pool import ServedModel
 from medusa.serving.replies import RequestError
-from medusa.serving.requests import (
-    FIRST_ALONE,
-    MAX_CALLS,
-    MAX_MESSAGES,
-    MAX_TEXTS,
-    MAX_TOOLS,
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    InfillRequest,
-    Penalty,
-    Tool,
-    Whole,
-    json_value,
-    shortened,
-)
+from medusa.serving.shared_fields import Penalty
 from medusa.serving.worker import Update
 
 OLLAMA_VERSION = "0.12.0"
@@ -81,6 +69,16 @@ def _keep_seconds(keep_alive: Any) -> float | None:
 
 KeepAlive = Annotated[float | None, BeforeValidator(_keep_seconds)]
 """How long the model stays after a request, in seconds."""
+
+
+class StayingFields(Body):
+    """The fields of a request that says how long its model stays in memory."""
+
+    keep_alive: KeepAlive = None
+
+    @property
+    def keep_seconds(self) -> float | None:
+        return self.keep_alive
 
 
 class CalledFunction(Body):
@@ -135,7 +133,7 @@ class OllamaOptions(Body):
         return renamed | ({"max_tokens": longest} if longest > 0 else {})
 
 
-class OllamaRequest(Dialect):
+class OllamaRequest(StayingFields, Dialect):
     """The fields that both endpoints read."""
 
     names_of: ClassVar[dict[str, str]] = {
@@ -150,11 +148,6 @@ class OllamaRequest(Dialect):
     options: OllamaOptions | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: StrictBool | Literal["low", "medium", "high"] | None = None
-    keep_alive: KeepAlive = None
-
-    @property
-    def keep_seconds(self) -> float | None:
-        return self.keep_alive
 
     @property
     def says_nothing(self) -> bool:
@@ -272,17 +265,12 @@ class OllamaGenerateRequest(OllamaRequest):
         return {"response": message.get("content", ""), **thought}
 
 
-class EmbedRequest(EmbeddingRequest):
+class EmbedRequest(StayingFields, EmbeddingRequest):
     """``POST /api/embed``."""
 
     input: str | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS), FIRST_ALONE]
     truncate: StrictBool = True
     options: OllamaOptions | None = None
-    keep_alive: KeepAlive = None
-
-    @property
-    def keep_seconds(self) -> float | None:
-        return self.keep_alive
 
     @property
     def is_cut(self) -> bool:

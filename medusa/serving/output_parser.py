@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from medusa.serving.body import json_value
 from medusa.serving.json_repair import INVALID, JsonRepair, repaired
 from medusa.serving.output_formats import CALL_ENDS, FENCE, OutputFormat, types_of
-from medusa.serving.requests import json_value
 from medusa.text_stream import overlap
 
 PYTHON_CALL = re.compile(r"\s*([A-Za-z_][\w.-]*)\(")

@@ -14,13 +14,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from medusa.acceptance.sampling import TokenLogprobs
+from medusa.serving.chat_requests import ChatRequest
+from medusa.serving.completion_requests import CompletionRequest, InfillRequest, LlamaInfillRequest
 from medusa.serving.output_parser import OutputParser, Part
-from medusa.serving.requests import (
-    ChatRequest,
-    CompletionRequest,
-    InfillRequest,
-    LlamaInfillRequest,
-)
 from medusa.serving.worker import Answer, Update
 from medusa.text_stream import token_bytes
 

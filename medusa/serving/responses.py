@@ -15,26 +15,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, field_validator, model_validator
 
+from medusa.serving.body import FIRST_ALONE, Body, Whole, json_value, shortened
+from medusa.serving.chat_requests import MAX_FUNCTION_NAME, MAX_MESSAGES, MAX_TOOLS, ChatRequest, Parameters
 from medusa.serving.dialects import BlockReplies, Conversation, Dialect, ReplyContext, new_identity
 from medusa.serving.json_repair import repaired
 from medusa.serving.replies import RequestError
-from medusa.serving.requests import (
-    FIRST_ALONE,
-    MAX_FUNCTION_NAME,
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_TOOLS,
-    Body,
-    ChatRequest,
-    JsonSchema,
-    Parameters,
-    TextForm,
-    TextPart,
-    Whole,
-    json_value,
-    shortened,
-    text_of,
-)
+from medusa.serving.shared_fields import MAX_PARTS, JsonSchema, TextForm, TextPart, text_of
 
 
 class InputPart(TextPart):

@@ -1,12 +1,9 @@
-"""One model with the protocol: from a checked request to running answers, and the limits of the server."""
+"""One model of the server: from a checked request to running answers, its limits and its learning."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
-import re
-import secrets
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,19 +18,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from medusa.acceptance.grammar import (
-    Grammar,
-    GrammarCompiler,
-    choice_rule,
-    json_rule,
-    lark_rule,
-    pattern_rule,
-)
+from medusa.acceptance.grammar import Grammar
 from medusa.acceptance.sampling import OccurrencePenalty
-from medusa.base.causal_lm import end_ids, hidden_size, vocab_size
-from medusa.base.pooling import Pooling, stated_pooling
+from medusa.base.causal_lm import end_ids, vocab_size
 from medusa.base.sampling_advice import SamplingAdvice, sampling_advice
-from medusa.conversations import as_template
 from medusa.decoding.batch import BatchLimits
 from medusa.decoding.scheduler import QueueFull
 from medusa.decoding.state import DecodeRequest
@@ -41,30 +29,19 @@ from medusa.drafters.references import SuffixCorpus
 from medusa.heads.checkpoint import load_heads
 from medusa.model import MedusaModel
 from medusa.prompts import in_reasoning
-from medusa.serving.chat_template import TemplateLimitError
-from medusa.serving.dialects import Dialect
+from medusa.serving.answer_grammars import AnswerGrammars
+from medusa.serving.chat_requests import ChatRequest
+from medusa.serving.completion_requests import CompletionRequest, InfillRequest
+from medusa.serving.embedded_texts import EmbeddedTexts
+from medusa.serving.embedding_requests import EmbeddingRequest
 from medusa.serving.embeddings import EmbeddingQueue, EmbeddingTask
-from medusa.serving.infill import InfillTokens, start_tokens, tokens_after
 from medusa.serving.metrics import ServerMetrics
 from medusa.serving.output_formats import OutputFormat
 from medusa.serving.output_parser import OutputParser
+from medusa.serving.prompts import TOO_LONG, PromptTokenizer
 from medusa.serving.replies import RequestError
-from medusa.serving.requests import (
-    SEEDS,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    InfillRequest,
-    LlamaInfillRequest,
-    SharedFields,
-    TokenizeRequest,
-    sampling_arguments,
-    shortened,
-    text_of,
-)
 from medusa.serving.settings import ServiceOptions
-from medusa.serving.tokenized_model import TEMPLATE_ERRORS, TokenizedModel
+from medusa.serving.shared_fields import SEEDS, SharedFields, sampling_arguments, text_of
 from medusa.serving.worker import Answer, Update, Worker, WorkerEnded
 from medusa.text_stream import AnswerText
 
@@ -72,13 +49,6 @@ log = logging.getLogger("medusa.serving")
 
 RETRY_AFTER = 2
 """Seconds after which a client may ask again when there is no room."""
-TEXT_RULES: dict[str, Callable[[str, Any], str]] = {
-    "json": json_rule,
-    "regex": pattern_rule,
-    "choice": choice_rule,
-    "grammar": lark_rule,
-}
-"""The grammar rule for each kind of structured output."""
 CHUNK_SECONDS = 0.25
 """The longest time of a part of a prompt, or of a text that is embedded: a request that comes meanwhile waits
 for it."""
@@ -89,10 +59,6 @@ PLAIN_SAMPLING = SamplingAdvice(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, 
 """The distribution as it is, which clients of OpenAI's protocol expect."""
 PLAIN_ROWS = 4
 """Answers without guessing that are under way at once, for comparison."""
-
-
-_FULL = "This model's maximum context length is {} tokens"
-"""OpenAI's words, by which clients know that they must shorten a conversation."""
 
 
 def overloaded() -> RequestError:
@@ -111,7 +77,7 @@ def _bytes(mib: int | None) -> int | None:
     return None if mib is None else mib * 2**20
 
 
-class Service(TokenizedModel):
+class Service(PromptTokenizer):
     """Answers requests with one model. Requests that cannot be served raise a :class:`RequestError`.
 
     Args:
@@ -135,8 +101,9 @@ class Service(TokenizedModel):
             raise ValueError("a server needs a tokenizer; pass tokenizer= to MedusaModel.from_pretrained")
         self.model = model
         self.options = options
-        super().__init__(model.tokenizer, vocab_size(model.base))
-        self.template_options = template_options or {}
+        super().__init__(model.tokenizer, vocab_size(model.base), template_options or {})
+        self.embedded = EmbeddedTexts(model.base, self, options.embeddings)
+        """The texts of requests for embeddings."""
         self.num_owners = num_owners
         self.names = options.served_model_name or (PurePath(model.base.name_or_path or "model").name,)
         """Model names that clients may use; the first is the official one."""
@@ -226,129 +193,24 @@ class Service(TokenizedModel):
         """Tokens that prompt and answer may have together."""
         return self.model.profile.context
 
-    def chat_prompt(self, request: ChatRequest) -> list[int]:
-        """The tokens of a conversation, as the chat template renders it."""
-        if self.tokenizer.chat_template is None:
-            raise RequestError("this model has no chat template; use /v1/completions", param="messages")
-        speaks_of_tools = any(message.needs_tools for message in request.messages)
-        if (request.offered or speaks_of_tools) and not self.knows_tools:
-            raise RequestError(
-                "the chat template of this model has no place for tools; leave them out",
-                param="tools" if request.offered else "messages",
-            )
-        messages = [message.as_conversation for message in request.messages]
-        if not self.takes_several_systems:
-            messages = _with_one_system(messages)
-        if not self.takes_late_systems:
-            messages = _without_late_systems(messages)
-        try:
-            messages = as_template(messages, self._chat_template)
-            arguments = {**self.template_options, **request.template_arguments}
-            text = self._marked(messages, request.offered, arguments)
-        except TemplateLimitError as error:
-            raise RequestError(
-                f"the model's chat template does not come to an end with these messages: {error}; send "
-                "fewer, or serve a model with another template",
-                param="messages",
-            ) from error
-        except TEMPLATE_ERRORS as error:
-            raise RequestError(
-                "the model's chat template refuses these messages: their roles or their order, or what "
-                "chat_template_kwargs tells it",
-                param="messages",
-            ) from error
-        self._check_length(text, "messages")
-        parts = filter(None, text.split(self._mark))
-        return [id for part in parts for id in self.tokenizer(part, add_special_tokens=False)["input_ids"]]
-
-    def _marked(
-        self, messages: list[dict[str, Any]], tools: Sequence[Any], arguments: Mapping[str, Any]
-    ) -> str:
-        """The conversation as text, with the mark inside of each control token that messages and tools spell:
-        tokenised on either side of it, what users write is text."""
-        text = self._rendered(messages, tools, arguments)
-        cut, *others = self._cut([messages, [*tools], dict(arguments)])
-        if [cut, *others] == [messages, [*tools], arguments]:
-            return text
-        # Some templates look for such text in earlier answers, such as the end of reasoning.
-        kept_answers = [
-            old if old["role"] == "assistant" else new for old, new in zip(messages, cut, strict=True)
-        ]
-        for candidate in (cut, kept_answers):
-            marked = self._rendered(candidate, *others)
-            if marked.replace(self._mark, "") == text:
-                return marked
-        raise RequestError(
-            "a message holds the text of a control token, which the chat template does not leave as it is; "
-            "leave it out",
-            param="messages",
-        )
-
     @functools.cached_property
-    def _mark(self) -> str:
-        """Text that nobody can guess."""
-        return f"{secrets.randbits(128):039d}"
-
-    @functools.cached_property
-    def _controls(self) -> re.Pattern[str]:
-        names = {*self._control_names.values(), *(self.infill.names if self.infill else ())}
-        longest_first = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-
-    def _cut(self, value: Any) -> Any:
-        """``value`` with the mark after the first character of each control token in its texts."""
-        if isinstance(value, str):
-            return self._controls.sub(lambda match: f"{match[0][0]}{self._mark}{match[0][1:]}", value)
-        if isinstance(value, list):
-            return [self._cut(item) for item in value]
-        if isinstance(value, dict):
-            return {self._cut(key): self._cut(item) for key, item in value.items()}
-        return value
-
-    @functools.cached_property
-    def _grammars(self) -> GrammarCompiler:
-        return GrammarCompiler(self.tokenizer, vocab_size(self.model.base), self._end_ids)
+    def _grammars(self) -> AnswerGrammars:
+        return AnswerGrammars(self.tokenizer, vocab_size(self.model.base), self._end_ids)
 
     @property
     def _end_ids(self) -> list[int]:
         return sorted(end_ids(self.model.base, self.tokenizer))
 
-    def grammar(self, request: ChatRequest | CompletionRequest, prompt: Sequence[int]) -> Grammar:
+    def grammar(self, request: SharedFields, prompt: Sequence[int]) -> Grammar:
         """The grammar of the answer to ``prompt``, after its reasoning, where it ``is_formed``."""
-        chat = request if isinstance(request, ChatRequest) else None
-        text = request.text_form
-        must_call = chat.must_call if chat else []
-        name = "tool_choice" if must_call or text is None else text.field
-        try:
-            grammars = self._grammars
-            output_format = self.output_format if chat else OutputFormat()
-            rules = [f"answer: {output_format.text_around(grammars.as_terminals)} text"]
-            if must_call:
-                rules = ["answer: call", *output_format.call_rules(must_call, grammars.as_terminals)]
-            elif chat and chat.may_call:
-                functions = [tool["function"] for tool in chat.may_call]
-                rules = [
-                    f"{rules[0]} | {output_format.calls}",
-                    *output_format.call_rules(functions, grammars.as_terminals),
-                ]
-            if text is not None and not must_call:
-                rules.append(TEXT_RULES[text.kind]("text", text.constraint))
-            before = output_format.reasoning_before(
-                grammars.as_terminals, self._is_thinking(prompt) if chat else None
-            )
-            return grammars.compile(rules, *before)
-        except (ImportError, ValueError) as error:
-            raise RequestError(f"{name} cannot be kept: {error}", param=name) from error
+        if isinstance(request, ChatRequest):
+            return self._grammars.of(request, self.output_format, self._is_thinking(prompt))
+        return self._grammars.of(request, OutputFormat(), is_thinking=None)
 
     @functools.cached_property
     def _marks(self) -> dict[int, str]:
         """The control tokens that separate the parts of an answer, which are no text otherwise."""
         return {id: name for id, name in self._control_names.items() if name in self.output_format.marks}
-
-    @functools.cached_property
-    def _control_names(self) -> dict[int, str]:
-        added = self.tokenizer.added_tokens_decoder.items()
-        return {id: token.content for id, token in added if token.special}
 
     def _is_thinking(self, prompt: Sequence[int]) -> bool | None:
         """Whether the model goes on with its reasoning where the prompt of a chat ends; False where the
@@ -363,74 +225,6 @@ class Service(TokenizedModel):
         most = 1 if request.parallel_tool_calls is False else None
         return OutputParser(self.output_format, tools, most, bool(self._is_thinking(prompt)))
 
-    def unread(self, request: ChatRequest | CompletionRequest) -> list[str]:
-        """The fields that a client gives and that nobody reads here, nor does the chat template."""
-        unread = [*request.unread()]
-        if isinstance(request, ChatRequest):
-            names = ("reasoning_effort", "enable_thinking")
-            template_fields = {name: name for name in names if getattr(request, name) is not None}
-            template_fields |= {
-                name: f"chat_template_kwargs.{shortened(name)}" for name in request.chat_template_kwargs or {}
-            }
-            if request.reasoning_effort == "none" and "enable_thinking" in self._template:
-                template_fields.pop("reasoning_effort")
-            beside = {
-                key: f"messages[].{shortened(key)}" for message in request.messages for key in message.beside
-            }
-            template_fields |= {name: field for name, field in beside.items() if name not in template_fields}
-            known = set(re.findall(r"\w+", self._template))
-            unread += [field for name, field in template_fields.items() if name not in known]
-        return unread
-
-    def prompts(self, request: ChatRequest | CompletionRequest) -> list[list[int]]:
-        """The tokens of a conversation, or of each text to continue."""
-        if isinstance(request, ChatRequest):
-            prompts = [self.chat_prompt(request)]
-        else:
-            prompts = [self._text_prompt(prompt, request) for prompt in request.prompts]
-        if not all(prompts):
-            raise RequestError("the prompt must not be empty", param="prompt")
-        return prompts
-
-    def _text_prompt(self, prompt: str | list[int], request: CompletionRequest) -> list[int]:
-        if request.suffix is not None and self.infill is not None:
-            return self._infill_prompt(self.infill, prompt, request.suffix, request)
-        return self._ids_of(prompt, "prompt")
-
-    def _ids_of(self, text: str | list[int], param: str) -> list[int]:
-        """The tokens of a text, with the tokenizer's marks at its beginning and its end."""
-        if isinstance(text, str):
-            self._check_length(text, param)
-            return self.tokenizer(text)["input_ids"]
-        self._check_tokens(text, param)
-        return text
-
-    def _infill_prompt(
-        self, infill: InfillTokens, prompt: str | list[int], suffix: str, request: CompletionRequest
-    ) -> list[int]:
-        """The tokens of a text with a gap before ``suffix``; control tokens that either spells are text."""
-        after = self._tokens_after(suffix, request.suffix_name)
-        start = start_tokens(self.tokenizer)
-        if isinstance(prompt, str):
-            self._check_length(prompt, request.prompt_name)
-            first, *more = self._cut(prompt).split(self._mark)
-            before = list(self.tokenizer(first, add_special_tokens=False)["input_ids"])
-            before += [id for part in more for id in tokens_after(self.tokenizer, part)]
-        else:
-            self._check_tokens(prompt, request.prompt_name)
-            before = prompt
-        if not isinstance(request, LlamaInfillRequest):
-            return infill.prompt(start, before, after)
-        files = [(other.filename, other.text) for other in request.others]
-        shown = infill.context(files, partial(self._tokens_after, param="input_extra"))
-        begun = self._tokens_after(request.begun, "prompt")
-        return [*infill.prompt([*start, *shown], before, after), *begun]
-
-    def _tokens_after(self, text: str, param: str) -> list[int]:
-        """The tokens of a text behind a mark; control tokens that it spells are text."""
-        self._check_length(text, param)
-        return [id for part in self._cut(text).split(self._mark) for id in tokens_after(self.tokenizer, part)]
-
     def _ends_of(self, request: SharedFields, prompt: Sequence[int]) -> list[int]:
         """The tokens that end an answer to ``prompt``: of one that fills a gap also those that mark gaps and
         files."""
@@ -438,25 +232,10 @@ class Service(TokenizedModel):
             return sorted({*self._end_ids, *self.infill.ends})
         return self._end_ids
 
-    @functools.cached_property
-    def max_characters(self) -> int:
-        """Characters of the longest prompt that can fit, if all its tokens are the longest one."""
-        return self.max_tokens * max(map(len, self.tokenizer.get_vocab()))
-
     @property
     def max_tokens(self) -> int:
         """Tokens that a prompt and its answer may have together at most."""
         return max(batch.max_tokens for batch in self.worker.batches.values())
-
-    def _check_length(self, text: str, param: str) -> None:
-        """Refuse a text that is too long before it is tokenised, which takes long."""
-        if len(text) > self.max_characters:
-            raise RequestError(
-                f"{_FULL.format(self.max_tokens)}, and {param} has {len(text)} characters, of which at most "
-                f"{self.max_characters} can fit; shorten it",
-                param=param,
-                code="context_length_exceeded",
-            )
 
     def check(self, request: SharedFields) -> None:
         """Checks a request before anything is computed for it."""
@@ -482,7 +261,7 @@ class Service(TokenizedModel):
                 "such as Qwen2.5-Coder",
                 param=name,
             )
-        self._check_tokens([int(key) for key in request.logit_bias or {}], "logit_bias")
+        self.check_tokens([int(key) for key in request.logit_bias or {}], "logit_bias")
         self._check_open()
         most = self.limits.max_rows + self.limits.max_waiting
         if request.num_answers > most:
@@ -508,11 +287,11 @@ class Service(TokenizedModel):
         expected: list[int] = []
         if request.prediction is not None:
             text = text_of(request.prediction.content)
-            self._check_length(text, "prediction")
+            self.check_length(text, "prediction")
             expected = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(expected) > self.max_tokens:
                 raise RequestError(
-                    f"{_FULL.format(self.max_tokens)}, and prediction has {len(expected)}; shorten it",
+                    f"{TOO_LONG.format(self.max_tokens)}, and prediction has {len(expected)}; shorten it",
                     param="prediction",
                     code="context_length_exceeded",
                 )
@@ -611,7 +390,7 @@ class Service(TokenizedModel):
         most = self.worker.batches[request.medusa_plain].max_tokens
         if num_prompt >= most:
             raise RequestError(
-                f"{_FULL.format(most)}, and the prompt has {num_prompt}, which leaves none for an answer; "
+                f"{TOO_LONG.format(most)}, and the prompt has {num_prompt}, which leaves none for an answer; "
                 "shorten it",
                 param=request.prompt_name,
                 code="context_length_exceeded",
@@ -620,119 +399,20 @@ class Service(TokenizedModel):
         longest = self.options.max_new_tokens if request.longest is None else request.longest
         return min(max(1, longest), self.options.max_new_tokens, most - num_prompt)
 
-    def _check_tokens(self, ids: Sequence[int], param: str) -> None:
-        size = vocab_size(self.model.base)
-        for token in ids:
-            if not 0 <= token < size:
-                raise RequestError(
-                    f"{param} must hold token ids of 0 to {size - 1}, got {token}", param=param
-                )
-
-    def tokens(self, request: TokenizeRequest) -> dict[str, Any]:
-        """The tokens of a text or a conversation."""
-        if request.prompt is None:
-            ids = self.chat_prompt(request.chat)
-        else:
-            self._check_length(request.prompt, "prompt")
-            ids = self.tokenizer(request.prompt, add_special_tokens=request.add_special_tokens)["input_ids"]
-        names = self.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
-        return {"count": len(ids), "max_model_len": self.context, "tokens": ids, "token_strs": names}
-
-    @functools.cached_property
-    def pooling(self) -> Pooling:
-        """How a text becomes a vector.
-
-        Raises:
-            RequestError: the base is not made for it.
-        """
-        try:
-            stated = stated_pooling(self.model.base)
-        except ValueError as error:
-            log.info("no embeddings: %s", error)
-            raise RequestError(
-                "this model states a form of embeddings that is not computed here; serve another one, such "
-                "as Qwen3-Embedding",
-                code="no_embeddings",
-            ) from error
-        if stated is not None:
-            return stated
-        if self.options.embeddings is None:
-            raise RequestError(
-                "this model is not made for embeddings: its files state no pooling; serve one that is, such "
-                "as Qwen3-Embedding, or have the server started with --embeddings last (or mean)",
-                code="no_embeddings",
-            )
-        return Pooling(self.options.embeddings)
-
     def embedded_texts(self, request: EmbeddingRequest) -> list[list[int]]:
-        """The tokens of each text, as the tokenizer reads one: with its marks at the beginning and the end.
-        Texts that are too long are cut where the request says so, before the mark at the end."""
-        _ = self.pooling  # refused, if at all, before anything is computed
+        """The tokens of each text: see :meth:`medusa.serving.embedded_texts.EmbeddedTexts.tokens`."""
         self._check_open()
-        most = hidden_size(self.model.base)
-        if request.dimensions is not None and request.dimensions > most:
-            raise RequestError(
-                f"dimensions must be at most {most}, those of this model, got {request.dimensions}; ask for "
-                "fewer, or leave it out",
-                param="dimensions",
-            )
-        texts = []
-        for text in request.texts:
-            if not text:
-                raise RequestError("input must not hold empty texts; leave them out", param="input")
-            ids = self._ids_of(text[: self.max_characters] if request.is_cut else text, "input")
-            num_over = len(ids) - self.max_tokens
-            if num_over > 0 and not request.is_cut:
-                raise RequestError(
-                    f"{_FULL.format(self.max_tokens)}, and input has a text of {len(ids)}; shorten it",
-                    param="input",
-                    code="context_length_exceeded",
-                    excess=(len(ids), self.max_tokens),
-                )
-            num_marks = len(self._end_marks) if ids[-1:] == self._end_marks else 0
-            if num_over > 0:
-                ids = [*ids[: self.max_tokens - num_marks], *ids[len(ids) - num_marks :]]
-            texts.append(ids)
-        return texts
-
-    @functools.cached_property
-    def _end_marks(self) -> list[int]:
-        """The token that the tokenizer puts behind a text; [] for none."""
-        ids = self.tokenizer("a")["input_ids"]
-        bare = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        return ids[-1:] if ids[-1:] != bare[-1:] else []
-
-    def shortened(self, vectors: Sequence[Tensor], dimensions: int | None) -> list[Tensor]:
-        """The first numbers of each vector, at length 1 where the whole one has it."""
-        if dimensions is None:
-            return [*vectors]
-        first = [vector[:dimensions] for vector in vectors]
-        if not self.pooling.is_normalised:
-            return first
-        return [torch.nn.functional.normalize(vector, dim=0) for vector in first]
+        return self.embedded.tokens(request)
 
     def embed(self, texts: Sequence[Sequence[int]]) -> Future[list[Tensor]]:
         """The embeddings, (D,) float32 each, of texts in tokens; to cancel it has the rest left out."""
         self._check_open()
-        begin = partial(self.model.pooled_states, pooling=self.pooling)
+        begin = partial(self.model.pooled_states, pooling=self.embedded.pooling)
         task = EmbeddingTask(texts, begin, time.monotonic() + self.options.timeout)
         with _refusals():
             self.worker.embed(task)
         self.metrics.embedded(sum(map(len, texts)))
         return task.vectors
-
-    def num_tokens(self, request: Dialect) -> dict[str, Any]:
-        """The number of tokens of a conversation, as Anthropic's clients read it."""
-        return {"input_tokens": len(self.chat_prompt(request.chat))}
-
-    def text(self, request: DetokenizeRequest) -> dict[str, Any]:
-        """The text of tokens."""
-        self._check_tokens(request.tokens, "tokens")
-        return {"prompt": self.text_of(request.tokens)}
-
-    def text_of(self, tokens: Sequence[int]) -> str:
-        """Control tokens included."""
-        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def heads_card(self) -> dict[str, Any]:
         """What ``GET /v1/heads`` says: the heads that guess, and what the base has learned here. It names no
@@ -770,26 +450,3 @@ def _refusals() -> Iterator[None]:
         raise overloaded() from error
     except WorkerEnded as error:
         raise RequestError("the server cannot answer any more", 503, code="not_ready") from error
-
-
-def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``messages`` with the system messages at their head as one, a blank line between."""
-    first = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
-    if len(first) < 2:
-        return messages
-    together = "\n\n".join(message["content"] for message in first)
-    return [{**first[0], "content": together}, *messages[len(first) :]]
-
-
-def _without_late_systems(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``messages`` where the user says what system messages behind others say, in one turn with what the user
-    says before."""
-    shown = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
-    for message in messages[len(shown) :]:
-        if message["role"] != "system":
-            shown.append(message)
-        elif shown and shown[-1]["role"] == "user":
-            shown[-1] = {**shown[-1], "content": f"{shown[-1]['content']}\n\n{message['content']}"}
-        else:
-            shown.append({**message, "role": "user"})
-    return shown

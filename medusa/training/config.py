@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import yaml
 
-from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
+from medusa.base.causal_lm import CausalLM, hidden_size, logit_scale, vocab_size
+from medusa.heads.checkpoint import KINDS
 from medusa.heads.eagle3 import Eagle3Config
 from medusa.heads.medusa_heads import HeadsConfig, Unembedding
 from medusa.heads.mtp import MtpConfig
 from medusa.options import TemplateOptions, check_above, check_at_least, check_within, differences
 
 ObjectiveName = Literal["ce", "kl", "blend"]
+HeadKind = Literal["medusa", "eagle3", "mtp"]
+"""The kinds of heads, keys of :data:`medusa.heads.checkpoint.KINDS`; the options of each are the field of
+:class:`TrainingConfiguration` that is called as it is."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class BaseOptions:
 class HeadOptions:
     """The heads to train, whatever their kind."""
 
-    head_kind: Literal["medusa", "eagle3", "mtp"] = "medusa"
+    head_kind: HeadKind = "medusa"
     """medusa: one head for each depth. eagle3: one transformer layer that drafts on its own states (EAGLE-3),
     which other engines serve. mtp: the layers for multi-token prediction that the base comes with, trained
     further."""
@@ -81,8 +86,23 @@ class HeadOptions:
     may be added. Lower the learning_rate too, to 2e-4 or so: else the heads forget more than they learn."""
 
 
+class KindOptions:
+    """The options of one kind of heads, and the configuration that they make."""
+
+    def check(self, heads: HeadOptions) -> None:
+        """Raise ValueError for heads that no base could have; by default there are none."""
+
+    @abstractmethod
+    def heads_config(self, heads: HeadOptions, base: CausalLM) -> Any:
+        """The heads of these options on ``base``, as their ``config_type``.
+
+        Raises:
+            ValueError: there are no such heads.
+        """
+
+
 @dataclass(frozen=True)
-class MedusaOptions:
+class MedusaOptions(KindOptions):
     """Medusa heads."""
 
     num_layers: int = 1
@@ -97,9 +117,32 @@ class MedusaOptions:
     """Read these tokens in so many dimensions, 256 of a few thousand: fewer parameters, and as many guesses
     are right. None reads them in all."""
 
+    def check(self, heads: HeadOptions) -> None:
+        self._config(heads, hidden_size=1, vocab_size=heads.token_map_size or 1)
+
+    def heads_config(self, heads: HeadOptions, base: CausalLM) -> HeadsConfig:
+        return self._config(heads, hidden_size(base), vocab_size(base), logit_scale(base))
+
+    def _config(
+        self, heads: HeadOptions, hidden_size: int, vocab_size: int, logit_scale: float = 1.0
+    ) -> HeadsConfig:
+        """Heads on a base of these sizes."""
+        return HeadsConfig(
+            hidden_size,
+            vocab_size,
+            heads.num_heads,
+            self.num_layers,
+            self.unembedding,
+            token_map_size=heads.token_map_size,
+            reads_path=self.reads_path,
+            path_rank=self.path_rank,
+            fused_layers=tuple(heads.fused_layers or ()),
+            logit_scale=logit_scale,
+        )
+
 
 @dataclass(frozen=True)
-class Eagle3Options:
+class Eagle3Options(KindOptions):
     """An EAGLE-3 head. Its attention heads and rotary embedding are like the base's."""
 
     intermediate_size: int = 0
@@ -111,6 +154,30 @@ class Eagle3Options:
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "intermediate_size")
+
+    def heads_config(self, heads: HeadOptions, base: CausalLM) -> Eagle3Config:
+        return Eagle3Config.of_base(
+            base,
+            fused_layers=heads.fused_layers,
+            max_depth=heads.num_heads,
+            token_map_size=heads.token_map_size,
+            **dataclasses.asdict(self),
+        )
+
+
+@dataclass(frozen=True)
+class MtpOptions(KindOptions):
+    """The layers that the base comes with, which leave nothing to choose."""
+
+    def check(self, heads: HeadOptions) -> None:
+        if heads.fused_layers is not None:
+            raise ValueError(
+                f"fused_layers goes with head_kind=medusa or eagle3, got {heads.fused_layers!r} with mtp, "
+                "which reads only the last states; leave it out"
+            )
+
+    def heads_config(self, heads: HeadOptions, base: CausalLM) -> MtpConfig:
+        return MtpConfig.of_base(base, max_depth=heads.num_heads, token_map_size=heads.token_map_size)
 
 
 @dataclass(frozen=True)
@@ -326,6 +393,7 @@ class TrainingConfiguration:
     heads: HeadOptions = field(default_factory=HeadOptions)
     medusa: MedusaOptions = field(default_factory=MedusaOptions)
     eagle3: Eagle3Options = field(default_factory=Eagle3Options)
+    mtp: MtpOptions = field(default_factory=MtpOptions)
     joint: JointOptions = field(default_factory=JointOptions)
     data: DataOptions
     loss: LossOptions = field(default_factory=LossOptions)
@@ -333,8 +401,7 @@ class TrainingConfiguration:
     run: RunOptions
 
     def __post_init__(self) -> None:
-        if self.heads.head_kind == "medusa":  # refuses heads that no base could have
-            self._medusa_heads(1, self.heads.token_map_size or 1)
+        self._kind_options.check(self.heads)
         if not self.data.data:
             raise ValueError("data must name at least one file or hub id; pass --data FILE")
         if not (self.run.inspect or self.optimisation.has_limit):
@@ -346,11 +413,6 @@ class TrainingConfiguration:
                 joint and self.heads.head_kind != "medusa",
                 f"joint=true goes with head_kind=medusa, got {self.heads.head_kind!r}: the recipe of "
                 "Medusa-2 is one for Medusa heads",
-            ),
-            (
-                self.heads.head_kind == "mtp" and self.heads.fused_layers is not None,
-                f"fused_layers goes with head_kind=medusa or eagle3, got {self.heads.fused_layers!r} with "
-                "mtp, which reads only the last states; leave it out",
             ),
             (
                 joint and self.optimisation.cache_hidden_states,
@@ -391,7 +453,7 @@ class TrainingConfiguration:
         ):
             if is_wrong:
                 raise ValueError(message)
-        for name in {"medusa", "eagle3", "joint"} - {self.heads.head_kind, self.kind}:
+        for name in {*get_args(HeadKind), "joint"} - {self.heads.head_kind, self.kind}:
             group = dataclasses.asdict(getattr(self, name))
             for key, default in dataclasses.asdict(type(getattr(self, name))()).items():
                 if group[key] != default:
@@ -406,38 +468,21 @@ class TrainingConfiguration:
         return "joint" if self.joint.joint else self.heads.head_kind
 
     @property
-    def needs_context(self) -> bool:
-        """Whether heads read all states of a text up to the one they guess from."""
-        return self.kind in ("eagle3", "mtp")
+    def heads_type(self) -> type[Any]:
+        """The class of the heads, a subclass of :class:`medusa.heads.protocol.Heads`."""
+        return KINDS[self.heads.head_kind]
 
-    def heads_config(self, base: CausalLM) -> HeadsConfig | Eagle3Config | MtpConfig:
-        """The configured heads, on ``base``.
+    @property
+    def _kind_options(self) -> KindOptions:
+        return getattr(self, self.heads.head_kind)
+
+    def heads_config(self, base: CausalLM) -> Any:
+        """The configured heads, on ``base``: the configuration of their kind.
 
         Raises:
             ValueError: there are no such heads.
         """
-        heads = self.heads
-        sizes: dict[str, Any] = {"max_depth": heads.num_heads, "token_map_size": heads.token_map_size}
-        if heads.head_kind == "mtp":
-            return MtpConfig.of_base(base, **sizes)
-        if heads.head_kind == "eagle3":
-            own = dataclasses.asdict(self.eagle3)
-            return Eagle3Config.of_base(base, fused_layers=heads.fused_layers, **sizes, **own)
-        return self._medusa_heads(hidden_size(base), vocab_size(base))
-
-    def _medusa_heads(self, hidden_size: int, vocab_size: int) -> HeadsConfig:
-        """Medusa heads on a base of these sizes."""
-        return HeadsConfig(
-            hidden_size,
-            vocab_size,
-            self.heads.num_heads,
-            self.medusa.num_layers,
-            self.medusa.unembedding,
-            token_map_size=self.heads.token_map_size,
-            reads_path=self.medusa.reads_path,
-            path_rank=self.medusa.path_rank,
-            fused_layers=tuple(self.heads.fused_layers or ()),
-        )
+        return self._kind_options.heads_config(self.heads, base)
 
     def as_dict(self) -> dict[str, Any]:
         """All keys and values, flat."""

@@ -18,7 +18,7 @@ from medusa.cli.info import describe_base
 from medusa.cli.loading import load_model
 from medusa.cli.option_types import ChatOptions
 from medusa.cli.options import AnswerOptions, ModelOptions
-from medusa.serving.requests import ChatRequest
+from medusa.serving.chat_requests import ChatRequest
 from medusa.training.distillation.answering import LocalAnswerer
 
 QUESTION = [{"role": "user", "content": "why"}]

@@ -16,7 +16,7 @@ from medusa.cli.main import main
 from medusa.engine import held_sizes, loading
 from medusa.engine.loading import held_bytes
 from medusa.serving import server
-from medusa.serving.requests import ChatRequest
+from medusa.serving.chat_requests import ChatRequest
 
 MIB = 2**20
 

@@ -20,7 +20,7 @@ from medusa.console import log_console
 from medusa.heads.checkpoint import load_heads
 from medusa.options import TemplateOptions
 from medusa.prompts import split_reasoning
-from medusa.serving.requests import ChatRequest
+from medusa.serving.chat_requests import ChatRequest
 from medusa.serving.service import Service
 from medusa.serving.settings import ServiceOptions
 from medusa.training.data.loading import Renderer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ PATH = torch.randint(0, VOCAB_SIZE, (2, 5, NUM_HEADS), generator=torch.Generator
 def test_untrained_heads_are_the_base_models_own_lm_head(unembedding, bias, reading):
     embedding = lm_head(bias=bias and unembedding != "full")
     heads = heads_of(unembedding, **READING[reading])
-    heads.initialise_from(embedding)
+    heads.initialise(SimpleNamespace(get_output_embeddings=lambda: embedding))
     expected = embedding(HIDDEN)
     if unembedding == "token_map":
         expected = expected[..., MAP]

@@ -23,7 +23,6 @@ from medusa.decoding.batch import Row
 from medusa.decoding.state import DecodeRequest
 from medusa.drafters.autoregressive import AutoregressiveDrafter
 from medusa.heads.autoregressive_head import unroll
-from medusa.heads.checkpoint import kind_of
 from medusa.heads.mtp import own_head
 
 pytestmark = needs_newest
@@ -147,7 +146,7 @@ def test_a_heads_directory_holds_them(bases, tmp_path):
     head = own_head(base)
     saved = save_heads(HeadsCheckpoint(head, "some/base", TREE.subtree(2)), tmp_path / "heads")
     loaded = load_heads(saved).heads
-    assert loaded.config == head.config and kind_of(loaded) == "mtp"
+    assert loaded.config == head.config and loaded.kind == "mtp"
     for name, weight in head.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], weight)
     asked = {"max_new_tokens": 12, "return_dict_in_generate": True, "drafter": "heads"}

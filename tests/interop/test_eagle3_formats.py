@@ -396,7 +396,7 @@ def test_the_layout_of_speculators_names_base_and_depth_and_starts_alone(base, t
 def test_what_the_formats_have_no_place_for_is_refused(base, tmp_path, capsys):
     medusa_heads = saved(tmp_path, base, MedusaHeads(HeadsConfig(32, 260, num_heads=3)))
     words = ["export", medusa_heads, "--to", "vllm-eagle3"]
-    refused(words, tmp_path, capsys, "holds other heads, ... --head-kind eagle3. --to vllm-medusa takes")
+    refused(words, tmp_path, capsys, "of kind medusa, ... --to vllm-medusa, ... --head-kind eagle3")
     shutil.rmtree(tmp_path / "heads")
     deep_base(seed=9).save_pretrained(tmp_path / "other")
     words = ["export", saved(tmp_path, base, our_head()), "--to", "speculators"]

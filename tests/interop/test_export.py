@@ -191,9 +191,8 @@ def test_heads_that_read_more_than_the_last_state_are_refused_with_what_to_train
 
 def test_an_eagle3_head_and_an_adapter_are_refused(base, tmp_path, capsys):
     eagle3 = saved(tmp_path, base, Eagle3Head(Eagle3Config.of_base(BASE, fused_layers=(1,))))
-    refuses(
-        eagle3, tmp_path, capsys, "holds heads of kind eagle3, ... --to vllm-eagle3, ... --head-kind medusa"
-    )
+    advice = "--to vllm-eagle3 or --to speculators, ... --head-kind medusa --reads-path false"
+    refuses(eagle3, tmp_path, capsys, f"holds heads of kind eagle3, ... {advice}")
     adapter = Adapter({"peft_type": "LORA"}, {"x": torch.zeros(1)})
     joint = str(save_heads(HeadsCheckpoint(plain_heads(), base, adapter=adapter), tmp_path / "joint"))
     refuses(joint, tmp_path, capsys, "was trained with a LoRA adapter ... run the base without it")

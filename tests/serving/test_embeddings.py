@@ -266,7 +266,7 @@ def test_the_end_of_the_server_is_told_to_who_waits(monkeypatch):
 
 
 def test_pooling_of_the_flag_is_for_bases_whose_files_state_none(server):
-    assert server.service.pooling == Pooling("mean")
+    assert server.service.embedded.pooling == Pooling("mean")
 
 
 def test_texts_are_read_in_parts_as_long_as_those_of_prompts_and_as_many_may_wait(server):

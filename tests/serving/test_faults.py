@@ -36,9 +36,10 @@ from medusa.decoding import batch as decoding_batch
 from medusa.decoding.batch import Batch
 from medusa.serving import application, gate
 from medusa.serving.application import create_application
+from medusa.serving.chat_requests import ChatRequest
+from medusa.serving.completion_requests import CompletionRequest
 from medusa.serving.model_pool import ModelPool
 from medusa.serving.replies import Replies
-from medusa.serving.requests import ChatRequest, CompletionRequest
 from medusa.serving.responses import ResponseReplies
 from medusa.serving.service import Service
 from medusa.serving.settings import AccessOptions

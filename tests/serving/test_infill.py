@@ -14,8 +14,8 @@ from tiny_server import Running, client_of, running, tiny_service
 from transformers import AddedToken, LlamaConfig, LlamaForCausalLM
 
 from medusa import CandidateTree, MedusaModel
+from medusa.serving.completion_requests import CompletionRequest, LlamaInfillRequest
 from medusa.serving.infill import infill_tokens, start_tokens, tokens_after
-from medusa.serving.requests import CompletionRequest, LlamaInfillRequest
 
 QWEN = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
 BEFORE, AFTER = "def add(a, b):\n    ", "\n\nprint(add(1, 2))\n"

@@ -141,6 +141,25 @@ def test_a_model_that_answers_is_not_cut_and_who_comes_later_waits_behind():
     asyncio.run(ask())
 
 
+def test_who_waits_looks_again_only_when_something_has_changed(monkeypatch):
+    async def ask():
+        fake = FakePool()
+        first = await fake.lease("a")
+        changes = fake.pool._changes
+        looks = []
+        wait = changes.wait
+        monkeypatch.setattr(changes, "wait", lambda: looks.append(1) or wait())
+        newcomer = asyncio.ensure_future(fake.lease("b"))
+        await turns()
+        num_looks = len(looks)
+        await turns()
+        assert len(looks) == num_looks == 2, "the newcomer, and who makes room for it"
+        first.release()
+        (await asyncio.wait_for(newcomer, 1)).release()
+
+    asyncio.run(ask())
+
+
 def test_who_gives_up_has_nothing_put_down():
     async def ask():
         fake = FakePool()

@@ -9,10 +9,10 @@ import pytest
 from tiny_chat import chat_model, tool_model
 from tiny_server import HELLO, TOOL, WEATHER, Running, ScriptedReader, chat, running
 
+from medusa.serving.completion_requests import InfillRequest
 from medusa.serving.dialects import ReplyContext
 from medusa.serving.ollama import OllamaChatRequest, OllamaGenerateRequest
 from medusa.serving.output_parser import Part
-from medusa.serving.requests import InfillRequest
 from medusa.serving.settings import AccessOptions
 from medusa.serving.worker import Update, Worker
 

@@ -11,10 +11,11 @@ from transformers import GenerationConfig
 from medusa.base.loading import load_base
 from medusa.base.sampling_advice import SamplingAdvice, sampling_advice
 from medusa.serving import server as serving
+from medusa.serving.chat_requests import ChatRequest
 from medusa.serving.model_pool import ModelPool
-from medusa.serving.requests import ChatRequest, sampling_arguments
 from medusa.serving.service import PLAIN_SAMPLING
 from medusa.serving.settings import AccessOptions, AddressOptions
+from medusa.serving.shared_fields import sampling_arguments
 
 ADVISED = {"temperature": 0.5, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.3}
 

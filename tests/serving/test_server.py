@@ -43,9 +43,10 @@ from medusa.acceptance.grammar import GrammarFailed, GrammarProcessor
 from medusa.decoding.adaptive import DraftCosts
 from medusa.decoding.runners import Runner
 from medusa.heads.mtp import own_head
+from medusa.serving.chat_requests import ChatRequest
+from medusa.serving.completion_requests import CompletionRequest
 from medusa.serving.gate import refusal_of_host, refusal_of_origin
 from medusa.serving.replies import RequestError
-from medusa.serving.requests import ChatRequest, CompletionRequest
 from medusa.serving.server import log, log_to_standard_error
 from medusa.serving.service import Service
 from medusa.serving.settings import AccessOptions

@@ -10,7 +10,7 @@ from tiny_chat import TOOL_TEMPLATE, tool_model
 from tiny_server import HELLO, TOKENIZER, tiny_service
 
 from medusa.conversations import as_template
-from medusa.serving.requests import ChatRequest, TokenizeRequest
+from medusa.serving.chat_requests import ChatRequest, TokenizeRequest
 from medusa.serving.responses import ResponsesRequest
 from medusa.training.data.loading import Renderer
 from medusa.training.data.reading import parse_row

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -15,7 +15,10 @@ from tiny_training import JOINT, configuration_of
 
 from medusa.cli.options import flag_types, parse
 from medusa.cli.train import TrainOptions
+from medusa.heads.checkpoint import KINDS
 from medusa.training.config import (
+    HeadKind,
+    KindOptions,
     TrainingConfiguration,
     changed_keys,
     launched_precision,
@@ -173,6 +176,12 @@ def test_help_explains_every_key(capsys):
 def test_every_kind_of_training_has_a_recipe():
     made = [{}, {"head_kind": "eagle3"}, {"head_kind": "mtp"}, {"joint": True}]
     assert [configuration_of(**MINIMAL | options).kind for options in made] == list(RECIPES)
+
+
+def test_every_kind_of_heads_has_its_name_and_its_options():
+    assert get_args(HeadKind) == tuple(KINDS)
+    configuration = configuration_of(**MINIMAL)
+    assert all(isinstance(getattr(configuration, name), KindOptions) for name in KINDS)
 
 
 def test_no_two_groups_have_a_key_of_the_same_name():

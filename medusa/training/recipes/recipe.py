@@ -16,7 +16,7 @@ are the base's and stay frozen.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,13 +25,13 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from medusa.base.causal_lm import CausalLM, HasQuantisedRows, lm_head, logit_scale
+from medusa.base.causal_lm import CausalLM, HasQuantisedRows, lm_head
 from medusa.heads.adapter import Adapter
-from medusa.heads.autoregressive_head import AutoregressiveHead, Heads, unroll
-from medusa.heads.checkpoint import KINDS, load_heads
+from medusa.heads.autoregressive_head import AutoregressiveHead, unroll
+from medusa.heads.checkpoint import load_heads
 from medusa.heads.draft_vocab import GatheredRows
-from medusa.heads.medusa_heads import HeadsConfig, MedusaHeads
-from medusa.heads.mtp import MtpHead, own_head
+from medusa.heads.medusa_heads import MedusaHeads
+from medusa.heads.protocol import Heads
 from medusa.options import differences
 from medusa.training.config import LossOptions, TrainingConfiguration
 from medusa.training.data.batching import MicroBatch, PaddedBatch
@@ -120,8 +120,7 @@ class Recipe:
         """A description of the training, for people."""
         num_parameters = sum(each.numel() for each in self.heads.parameters())
         text = (
-            f"{self.configuration.heads.head_kind} heads for {self.heads.num_heads} tokens ahead, "
-            f"{num_parameters:,} parameters"
+            f"{self.heads.kind} heads for {self.heads.num_heads} tokens ahead, {num_parameters:,} parameters"
         )
         if self.columns is not None and training.num_labels:
             labels = training.tokens[training.is_label].astype(np.int64)
@@ -182,34 +181,32 @@ class Recipe:
 
 
 def built_heads(configuration: TrainingConfiguration, base: CausalLM, training: Documents) -> Any:
-    """Heads on the base's device, in float32: with random weights, the base's own layers or the weights of
-    ``start_from``, and the most frequent labels of ``training`` in their token map if any.
+    """Heads on the base's device, in float32: as their kind begins or with the weights of ``start_from``, and
+    the most frequent labels of ``training`` in their token map if any.
 
     Raises:
         ValueError: the heads to start from have other options; or the base's files lack those it comes with.
     """
     config = configuration.heads_config(base)
-    if isinstance(config, HeadsConfig):
-        config = replace(config, logit_scale=logit_scale(base))
     token_map = None
     if config.token_map_size is not None:
         most_frequent = training.most_frequent_labels(config.token_map_size, config.vocab_size)
         token_map = torch.from_numpy(most_frequent)
     with torch.random.fork_rng():
         torch.manual_seed(configuration.data.seed)
-        heads: Any = KINDS[configuration.heads.head_kind][0](config, token_map)
-    if configuration.heads.start_from is not None:
+        heads: Any = configuration.heads_type(config, token_map)
+    if configuration.heads.start_from is None:
+        heads.initialise(base)
+    else:
         start_from(heads, configuration.heads.start_from)
-    elif isinstance(heads, MtpHead):
-        heads.copy_weights(own_head(base))
     return heads.to(base.device).float().train()
 
 
 def start_from(heads: Heads, source: str) -> None:
     """Copy the weights of the heads in ``source`` into ``heads``, all but the token map, whose size is free.
 
-    Heads that fuse layers or have more residual blocks may start from heads that do not: they
-    begin as those, since all of that begins as the identity.
+    They may have parts that those lack and that begin as the identity: see
+    :meth:`medusa.heads.protocol.Heads.grown_from`.
 
     Raises:
         ValueError: those heads are of another configuration, or belong to an adapted base.
@@ -224,10 +221,8 @@ def start_from(heads: Heads, source: str) -> None:
     theirs = asdict(checkpoint.heads.config)
     if ours["token_map_size"] and theirs["token_map_size"]:  # the tokens of a map are rows of the base
         ours["token_map_size"] = theirs["token_map_size"]
-    if isinstance(heads, MedusaHeads) and isinstance(checkpoint.heads, MedusaHeads):
-        if not checkpoint.heads.aux_layers:
-            ours["fused_layers"] = ()
-        ours["num_layers"] = min(ours["num_layers"], theirs["num_layers"])
+    if heads.kind == checkpoint.heads.kind:
+        ours |= heads.grown_from(theirs)
     differing = differences(theirs, ours)
     if differing:
         raise ValueError(
@@ -259,16 +254,13 @@ class MedusaRecipe(Recipe):
 def new_heads(
     configuration: TrainingConfiguration, states: HiddenStateSource, training: Documents
 ) -> MedusaHeads:
-    """New Medusa heads on the base's device, in float32.
-
-    They start as ``start_from`` says; without it as the base's own LM head.
+    """New Medusa heads on the base's device, in float32: :func:`built_heads` that know the size of the layers
+    that they fuse.
 
     Raises:
         ValueError: the heads to start from have other options.
     """
     heads = built_heads(configuration, states.base, training)
-    if configuration.heads.start_from is None:
-        heads.initialise_from(lm_head(states.base))
     if heads.aux_layers and not heads.fusion.weight.any():
         documents = trained_on(training, configuration.data)
         sampled_states = []

@@ -227,7 +227,7 @@ def stored_states(
                 configuration.heads.num_heads,
                 options.cache_dtype,
                 layers,
-                configuration.needs_context,
+                configuration.heads_type.reads_text,
                 "vLLM" if configuration.base.states_from else None,
             )
             stored[name] = states

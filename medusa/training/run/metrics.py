@@ -13,8 +13,8 @@ from rich.table import Table
 from torch import Tensor
 
 from medusa.base.causal_lm import CausalLM
-from medusa.heads.autoregressive_head import Heads
 from medusa.heads.calibration import calibrate
+from medusa.heads.protocol import Heads
 from medusa.plots import BLUE, INK, SHADES, beside, figure_of
 from medusa.training.data.dataset import Documents
 from medusa.trees.candidate_tree import CandidateTree

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from transformers.integrations import unset_hf_deepspeed_config
 
-from medusa.heads.autoregressive_head import Heads
+from medusa.heads.protocol import Heads
 from medusa.training.config import OptimisationOptions, RunOptions
 from medusa.training.data.batching import MicroBatch
 

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from medusa.base.causal_lm import lm_head, longrope_threshold
 from medusa.console import ProgressReporter
-from medusa.heads.autoregressive_head import Heads
 from medusa.heads.checkpoint import HeadsCheckpoint, save_heads
 from medusa.heads.fingerprint import BaseFingerprint
+from medusa.heads.protocol import Heads
 from medusa.training.config import REMEDY_KEYS, OptimisationOptions, TrainingConfiguration
 from medusa.training.data.batching import MicroBatch, plan_epoch, plan_in_order
 from medusa.training.data.dataset import Dataset, trained_on
