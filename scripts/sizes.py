@@ -39,6 +39,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.random_shapes import (
+    HYBRIDS,
+    MIXTURES,
+    SHAPES,
+    VOCABULARY,
+    write_gguf,
+    write_hybrid,
+    write_mixture,
+    write_shape,
+)
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -55,16 +65,6 @@ from medusa.engine.views import packed_bytes
 from medusa.files import replaced_file
 from medusa.heads.mtp import can_draft_itself
 from medusa.measurement.llama_cpp import LlamaCpp, llama_bench, llama_cpp_unsupported_reason
-from medusa.measurement.random_shapes import (
-    HYBRIDS,
-    MIXTURES,
-    SHAPES,
-    VOCABULARY,
-    write_gguf,
-    write_hybrid,
-    write_mixture,
-    write_shape,
-)
 from medusa.measurement.report import end_with_json
 from medusa.trees.candidate_tree import TreeTopology
 

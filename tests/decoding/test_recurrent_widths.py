@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bench.random_shapes import HYBRIDS, write_hybrid
 from conftest import needs_kernels
 
 from medusa import CandidateTree, MedusaModel
 from medusa.decoding.batch import BatchLimits, Row
 from medusa.heads.mtp import can_draft_itself
-from medusa.measurement.random_shapes import HYBRIDS, write_hybrid
 
 NEW_TOKENS = 24
 

@@ -34,7 +34,7 @@ from medusa.acceptance.sampling import OccurrencePenalty
 from medusa.base.cache import TreeCache
 from medusa.decoding import batch as decoding_batch
 from medusa.decoding.batch import Batch
-from medusa.serving import application, gate
+from medusa.serving import answer_streams, endpoints, gate
 from medusa.serving.application import create_application
 from medusa.serving.chat_requests import ChatRequest
 from medusa.serving.completion_requests import CompletionRequest
@@ -94,7 +94,7 @@ def test_clients_that_read_slowly_or_vanish_keep_nobody_waiting(server, text):
 
 
 def test_half_a_body_is_given_up(server, text, monkeypatch):
-    monkeypatch.setattr(application, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(endpoints, "BODY_SECONDS", 0.2)
     with socket.create_connection(("127.0.0.1", server.port)) as half:
         half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500\r\n\r\n{")
         assert b" 408 " in half.recv(65536)
@@ -349,7 +349,7 @@ def test_what_grows_with_a_body_or_an_answer_is_computed_off_the_event_loop(
     server, monkeypatch, path, stream
 ):
     found: dict[str, set[bool]] = {}
-    watched = [(Service, "unread"), (application, "usage_of"), (application, "_replies"), (json, "loads")]
+    watched = [(Service, "unread"), (answer_streams, "usage_of"), (endpoints, "replies_to"), (json, "loads")]
     watched += [(each, name) for each in (Replies, ResponseReplies) for name in ("start", "end", "whole")]
 
     def watching(name, call):
@@ -367,7 +367,7 @@ def test_what_grows_with_a_body_or_an_answer_is_computed_off_the_event_loop(
     with httpx.stream("POST", f"{server.url}/v1/{path}", json=body, timeout=60) as left:
         next(left.iter_lines())
     wait_until(lambda: server.num_active == 0)
-    assert {"unread", "usage_of", "_replies", "loads"} < found.keys()
+    assert {"unread", "usage_of", "replies_to", "loads"} < found.keys()
     assert set().union(*found.values()) == {False}, found
 
 
@@ -404,8 +404,8 @@ def test_of_many_wrong_items_few_are_looked_at(body):
 
 
 def test_the_server_answers_others_while_it_reads_a_body(server, text, monkeypatch):
-    checked, may_go_on = application._checked, threading.Event()
-    monkeypatch.setattr(application, "_checked", lambda *given: may_go_on.wait(60) and checked(*given))
+    checked, may_go_on = endpoints.checked_body, threading.Event()
+    monkeypatch.setattr(endpoints, "checked_body", lambda *given: may_go_on.wait(60) and checked(*given))
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(whole, server)
         assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
@@ -435,16 +435,16 @@ def test_where_there_is_no_room_nothing_is_prepared(text, monkeypatch):
 
 
 def test_of_bodies_that_come_in_one_turn_of_the_loop_no_more_are_taken_either(monkeypatch):
-    monkeypatch.setattr(application, "NUM_PREPARING", 1)
+    monkeypatch.setattr(endpoints, "NUM_PREPARING", 1)
     service = tiny_service(chat_model(), max_rows=1, max_waiting=1)
 
-    async def at_once(endpoints):
-        given = (endpoints._run(endpoints.preparing, str, number) for number in range(5))
+    async def at_once(shared):
+        given = (shared._run(shared.preparing, str, number) for number in range(5))
         return await asyncio.gather(*given, return_exceptions=True)
 
     async def twice():
-        endpoints = application._Endpoints(service, AccessOptions())
-        return [await at_once(endpoints), await at_once(endpoints)]
+        shared = endpoints.Endpoints(service, AccessOptions())
+        return [await at_once(shared), await at_once(shared)]
 
     for taken in asyncio.run(twice()):
         assert taken[:3] == ["0", "1", "2"], "one is read, two wait"
@@ -453,8 +453,8 @@ def test_of_bodies_that_come_in_one_turn_of_the_loop_no_more_are_taken_either(mo
 
 def test_no_more_bodies_wait_to_be_read_than_could_be_answered(monkeypatch):
     may_go_on = threading.Event()
-    monkeypatch.setattr(application, "_checked", lambda *_: may_go_on.wait(60) and fails())
-    monkeypatch.setattr(application, "NUM_PREPARING", 1)
+    monkeypatch.setattr(endpoints, "checked_body", lambda *_: may_go_on.wait(60) and fails())
+    monkeypatch.setattr(endpoints, "NUM_PREPARING", 1)
     with running(chat_model(), max_rows=1, max_waiting=1) as small, ThreadPoolExecutor(4) as pool:
         posts = [pool.submit(httpx.post, f"{small.url}/v1/completions", timeout=60) for _ in range(4)]
         refused = next(as_completed(posts)).result()  # one is read, two wait

@@ -14,7 +14,7 @@ from tiny_server import HELLO, TOKENIZER, Running, client_of, running, wait_unti
 from transformers import AddedToken
 
 import medusa
-from medusa.serving import application
+from medusa.serving import answer_streams
 from medusa.serving.gate import as_header
 from medusa.serving.settings import AccessOptions, ServiceOptions
 
@@ -320,7 +320,7 @@ def test_the_last_message_is_gone_on_with_where_that_is_asked_for(server):
 
 
 def test_a_stream_says_how_far_the_reading_is_while_nothing_else_comes(server, monkeypatch):
-    monkeypatch.setattr(application, "AWAKE_SECONDS", 0.05)
+    monkeypatch.setattr(answer_streams, "AWAKE_SECONDS", 0.05)
     server.slowed(monkeypatch, 0.2)
     long = [{"role": "user", "content": "long " * 40}]
     lines = ask(server, messages=long, stream=True, max_tokens=2).text.split("\n\n")

@@ -9,7 +9,7 @@ import pytest
 from tiny_chat import chat_model, tool_model
 from tiny_server import HELLO, WEATHER, Running, ScriptedReader, chat, running
 
-from medusa.serving import application
+from medusa.serving import answer_streams
 from medusa.serving.dialects import ReplyContext
 from medusa.serving.messages import MessageReplies, MessagesRequest
 from medusa.serving.output_parser import Part
@@ -377,7 +377,7 @@ def test_a_stream_that_fails_ends_with_an_error(server, monkeypatch):
 
 
 def test_a_stream_pings_while_a_long_prompt_is_read(server, monkeypatch):
-    monkeypatch.setattr(application, "AWAKE_SECONDS", 0.01)
+    monkeypatch.setattr(answer_streams, "AWAKE_SECONDS", 0.01)
     server.slowed(monkeypatch, 0.05)
     kinds = [event["type"] for event in events_of(server, max_tokens=1)]
     assert kinds[:2] == ["message_start", "ping"] and kinds[-1] == "message_stop"

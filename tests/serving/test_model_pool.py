@@ -21,7 +21,7 @@ from tiny_server import HELLO, expected, running_pool, wait_until
 
 from medusa import MedusaModel
 from medusa.learning.learned_heads import LearnedHeads
-from medusa.serving import application
+from medusa.serving import answer_streams, endpoints
 from medusa.serving.model_pool import ModelPool, ServedModel
 from medusa.serving.replies import RequestError
 from medusa.serving.service import Service
@@ -433,8 +433,8 @@ def test_a_model_that_is_put_down_leaves_neither_memory_nor_threads_nor_learning
 
 
 def test_a_stream_begins_before_its_model_is_loaded_and_says_so(monkeypatch):
-    monkeypatch.setattr(application, "LOADING_SECONDS", 0.05)
-    monkeypatch.setattr(application, "AWAKE_SECONDS", 0.1)
+    monkeypatch.setattr(endpoints, "LOADING_SECONDS", 0.05)
+    monkeypatch.setattr(answer_streams, "AWAKE_SECONDS", 0.1)
     may_load = threading.Event()
 
     def load(name, metrics):
@@ -468,8 +468,8 @@ LATE = [
 def test_a_stream_that_waited_in_vain_says_why_in_the_words_of_its_protocol(
     monkeypatch, path, body, last, words
 ):
-    monkeypatch.setattr(application, "LOADING_SECONDS", 0.01)
-    monkeypatch.setattr(application, "AWAKE_SECONDS", 0.05)
+    monkeypatch.setattr(endpoints, "LOADING_SECONDS", 0.01)
+    monkeypatch.setattr(answer_streams, "AWAKE_SECONDS", 0.05)
 
     def load(name, metrics):
         time.sleep(0.2)
@@ -486,8 +486,8 @@ def test_a_stream_that_waited_in_vain_says_why_in_the_words_of_its_protocol(
 
 
 def test_a_late_response_begins_with_the_event_that_clients_want_first(monkeypatch):
-    monkeypatch.setattr(application, "LOADING_SECONDS", 0.01)
-    monkeypatch.setattr(application, "AWAKE_SECONDS", 0.05)
+    monkeypatch.setattr(endpoints, "LOADING_SECONDS", 0.01)
+    monkeypatch.setattr(answer_streams, "AWAKE_SECONDS", 0.05)
 
     def load(name, metrics):
         time.sleep(0.3)
@@ -515,7 +515,7 @@ def test_a_refusal_that_comes_soon_is_a_status():
 
 
 def test_a_client_that_leaves_while_its_model_is_loaded_holds_nothing(monkeypatch):
-    monkeypatch.setattr(application, "LOADING_SECONDS", 0.05)
+    monkeypatch.setattr(endpoints, "LOADING_SECONDS", 0.05)
     may_load = threading.Event()
 
     def load(name, metrics):

@@ -12,7 +12,7 @@ from headless_browser import CHROMIUM, Browser
 from tiny_chat import chat_model
 from tiny_server import expected, running, running_pool
 
-from medusa.serving import application
+from medusa.serving import answer_streams
 from medusa.serving.model_pool import ModelPool, ServedModel
 from medusa.serving.service import Service
 from medusa.serving.settings import ServiceOptions
@@ -258,7 +258,7 @@ def test_thoughts_are_folded_away_beside_the_answer_and_not_sent_again(browser, 
 
 
 def test_while_a_long_prompt_is_read_the_page_says_how_far(browser, server, monkeypatch):
-    monkeypatch.setattr(application, "SHOWN_SECONDS", 0.05)
+    monkeypatch.setattr(answer_streams, "SHOWN_SECONDS", 0.05)
     server.slowed(monkeypatch, 0.3)
     browser.value("longest.value = 20")
     ask(browser, "long " * 40)

@@ -11,7 +11,7 @@ import pytest
 from tiny_chat import chat_model, tool_model
 from tiny_server import WEATHER, Running, ScriptedReader, client_of, running
 
-from medusa.serving import application
+from medusa.serving import answer_streams
 from medusa.serving.dialects import ReplyContext
 from medusa.serving.output_parser import Part
 from medusa.serving.responses import ResponsesRequest
@@ -397,7 +397,7 @@ def test_what_came_of_these_calls_is_read_with_the_turn_in_which_they_were_made(
 
 
 def test_a_stream_has_an_event_now_and_then_while_a_long_prompt_is_read(server, monkeypatch):
-    monkeypatch.setattr(application, "AWAKE_SECONDS", 0.01)
+    monkeypatch.setattr(answer_streams, "AWAKE_SECONDS", 0.01)
     server.slowed(monkeypatch, 0.05)
     lines = post(server, stream=True, max_output_tokens=1).text.splitlines()
     assert lines.count("event: response.in_progress") > 1

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bench import random_shapes
+from bench.random_shapes import MIXTURES, SHAPES, write_gguf, write_mixture, write_shape
 from conftest import needs_kernels, random_prompts
 from tiny_chat import save_chat_model
 
 from medusa.engine.loading import load_for_engine
-from medusa.measurement import random_shapes
-from medusa.measurement.random_shapes import MIXTURES, SHAPES, write_gguf, write_mixture, write_shape
 
 pytestmark = needs_kernels
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}
