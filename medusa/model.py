@@ -21,7 +21,7 @@ from medusa.assets import DEFAULT_HEADS
 from medusa.base.architecture_check import check_base, check_is_model
 from medusa.base.causal_lm import CausalLM, lm_head_device, vocab_size
 from medusa.base.known_models import digest_of_files, heads_that_fit, learning_place
-from medusa.base.loading import BaseSource, find_base, load_tokenizer
+from medusa.base.loading import BaseSource, find_base, is_held_quantised, load_tokenizer
 from medusa.base.pooling import Pooling
 from medusa.base.profile import BaseProfile
 from medusa.decoding.adaptive import AdaptiveDrafting, DraftCosts
@@ -39,7 +39,8 @@ from medusa.drafters.registry import MAX_OPTIONAL_NODES, DraftCall, DrafterFacto
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.engine.engine_state import EngineState
 from medusa.engine.identity import identity_of
-from medusa.engine.loading import PLACING, load_for_engine, load_own_heads, load_placed
+from medusa.engine.weights.load import load_base
+from medusa.engine.weights.own_head import load_own_heads
 from medusa.hardware import multiplies_in_float32, release_threads
 from medusa.heads.autoregressive_head import AutoregressiveHead, Heads
 from medusa.heads.checkpoint import (
@@ -327,11 +328,15 @@ class MedusaModel:
             if isinstance(heads, HeadsCheckpoint):
                 check_heads_fit_source(heads.heads, source)
             has_adapter = isinstance(heads, HeadsCheckpoint) and heads.adapter is not None
-            # an adapter changes the weights, so they are held as they are
-            if not torch.cuda.is_available() and base_kwargs.keys().isdisjoint(PLACING):
-                loaded = load_for_engine(source, "eager" if has_adapter else engine)
-            else:
-                loaded = load_placed(source, "eager" if has_adapter else engine)
+            # on a machine with a card the base is cast and moved by whoever asked for it
+            is_as_stored = torch.cuda.is_available() and not is_held_quantised(source)
+            loaded = load_base(
+                source,
+                "eager"
+                if has_adapter
+                else engine,  # an adapter changes the weights: they are held as they are
+                dtype="auto" if is_as_stored else None,
+            )
         else:
             unread = sorted(base_kwargs if heads is None else base_kwargs.keys() - hub.keys())
             if unread:

@@ -7,7 +7,7 @@ import torch
 from conftest import needs_kernels, random_prompts
 from tiny_chat import save_chat_model
 
-from medusa.engine.loading import load_for_engine
+from medusa.engine.weights.load import load_base
 from medusa.measurement import random_shapes
 from medusa.measurement.random_shapes import MIXTURES, SHAPES, write_gguf, write_mixture, write_shape
 
@@ -27,7 +27,7 @@ SMALL = {
 
 
 def logits_of(path):
-    base = load_for_engine(path, "auto")
+    base = load_base(path, "auto")
     with torch.no_grad():
         logits = base(random_prompts(1, 5)).logits
     assert logits.isfinite().all()
