@@ -21,7 +21,7 @@ from medusa.assets import DEFAULT_HEADS
 from medusa.base.architecture_check import check_base, check_is_model
 from medusa.base.causal_lm import CausalLM, lm_head_device, vocab_size
 from medusa.base.known_models import digest_of_files, heads_that_fit, learning_place
-from medusa.base.loading import BaseSource, find_base, is_held_quantised, load_tokenizer
+from medusa.base.loading import BaseSource, find_base, load_tokenizer
 from medusa.base.pooling import Pooling
 from medusa.base.profile import BaseProfile
 from medusa.decoding.adaptive import AdaptiveDrafting, DraftCosts
@@ -328,14 +328,11 @@ class MedusaModel:
             if isinstance(heads, HeadsCheckpoint):
                 check_heads_fit_source(heads.heads, source)
             has_adapter = isinstance(heads, HeadsCheckpoint) and heads.adapter is not None
-            # on a machine with a card the base is cast and moved by whoever asked for it
-            is_as_stored = torch.cuda.is_available() and not is_held_quantised(source)
+            # whoever has a card and names no place casts and moves the base; an adapter changes its weights
+            is_unplaced = torch.cuda.is_available() and "device_map" not in base_kwargs
+            own_engine = "eager" if has_adapter or is_unplaced else engine
             loaded = load_base(
-                source,
-                "eager"
-                if has_adapter
-                else engine,  # an adapter changes the weights: they are held as they are
-                dtype="auto" if is_as_stored else None,
+                source, own_engine, dtype="auto" if is_unplaced and source.gguf is None else None
             )
         else:
             unread = sorted(base_kwargs if heads is None else base_kwargs.keys() - hub.keys())

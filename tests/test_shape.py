@@ -38,7 +38,7 @@ class Places:
 
 PLACES = {
     "names of kinds of steps": Places(r'"(?:general|compiled|static|captured)"', 35, 12),
-    "tests of the device": Places(r"device\.type|is_cpu|is_on_cpu", 49, 25),
+    "tests of the device": Places(r"device\.type|is_cpu|is_on_cpu", 47, 25),
     "branches on kinds of heads": Places(
         r'head_kind|"(?:eagle3|mtp)"|isinstance\([^()]*(?:AutoregressiveHead|MedusaHeads|MtpHead|Eagle3Head)',
         58,

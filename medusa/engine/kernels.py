@@ -1,5 +1,4 @@
-"""Operators of torch in C++ for passes of few rows on a CPU, compiled here at first use and kept on disk; and
-linear layers that multiply with them.
+"""Operators of torch in C++ for passes of few rows on a CPU, compiled here at first use and kept on disk.
 
 The C++ in ``cpp/`` holds a product with packed weights and attention over a tree. A CPU's ordinary operators
 are slow between 2 and 32 rows, the range in which trees are verified, and their order of additions depends on
@@ -13,8 +12,9 @@ instructions than those know, the installed compiler compiles them in about fift
 Arithmetic is in float32. Weights are held in the narrowest of bfloat16, float16 and float32 that holds every
 number exactly: most checkpoints were published in bfloat16, and are the same model to the last bit at half
 the memory and nearly half the time. Numbers of bfloat16 take twelve bits where that is faster
-(:func:`uses_twelve_bits`): a trained matrix has few exponents, so a code of four bits is enough for the upper
-byte of all but a few in ten thousand weights, and the outliers are stored separately.
+(:func:`medusa.engine.weights.forms.uses_twelve_bits`): a trained matrix has few exponents, so a code of four
+bits is enough for the upper byte of all but a few in ten thousand weights, and the outliers are stored
+separately.
 
 In int8 a weight has one scale per output channel, and the text is another model's (MEASUREMENTS says how
 near). Activations are rounded to integers of 16 bits, 256 to a scale; products are added as integers, which

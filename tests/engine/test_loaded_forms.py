@@ -97,6 +97,12 @@ def test_a_kind_loads_by_its_name_exactly_and_in_the_memory_that_was_named(
     check_memory(loaded(section, kind, TINY, tmp_path, monkeypatch), kind)
 
 
+@pytest.mark.parametrize(("section", "kind"), NAMED)
+def test_int8_takes_the_memory_that_is_named_too(section, kind, tmp_path):
+    path = KINDS[section][kind](tmp_path, TINY)
+    assert bytes_held(load.load_base(path, "int8")) == plan.held_bytes(find_base(path), "int8")
+
+
 def rows_of_page():
     sections = re.split(r"^## (.+)$", PAGE.read_text(), flags=re.MULTILINE)[1:]
     return {

@@ -101,18 +101,20 @@ def _loaded(
     place = torch.device(device or "cpu")
     if is_placed and is_widened and device is None:
         place = one_device(source)
-    dtype = dtype or source.arguments.get("dtype")
-    if dtype is None and is_cpu(place) and (is_widened or not is_placed):
+    on_cpu = is_cpu(place)
+    dtype = source.arguments.get("dtype", dtype)
+    if dtype is None and on_cpu and (is_widened or not is_placed):
         dtype = torch.float32
-    if is_cpu(place) and _named(dtype) == torch.float32 and not is_placed:
-        base = _for_cpu(source, engine)
+    if on_cpu and _named(dtype) == torch.float32 and not is_placed:
+        base = _held(source, engine)
         if base is not None:
             return base
+        is_widened = is_held_quantised(source)  # no package of its method runs on a CPU
     if engine == "packed" and source.gguf is not None and is_card(place):
         return _in_blocks(source, place, dtype)
     if is_widened:
         return load_widened(source, _named(dtype) or torch.bfloat16).to(place)
-    if device is not None and not is_cpu(place):  # weights go straight to it
+    if device is not None and not on_cpu:  # weights go straight to it
         source = find_base(source, device_map={"": place})
     return load_by_transformers(source, dtype)
 
@@ -165,10 +167,11 @@ def _in_blocks(source: BaseSource, card: torch.device, dtype: torch.dtype | str 
 # ------------------------------------------------------------------ held for an engine of a CPU
 
 
-def _for_cpu(source: BaseSource, engine: Engine) -> CausalLM | None:
-    """The base in float32 arithmetic, held as ``engine`` multiplies; None where ``transformers`` loads it in
+def _held(source: BaseSource, engine: Engine) -> CausalLM | None:
+    """The base in float32 arithmetic on a CPU, as ``engine`` holds its weights; None where they are to be in
     float32, for which there is memory."""
-    if settings_of(source.config) and not is_held_quantised(source):
+    is_quantised = is_held_quantised(source)
+    if settings_of(source.config) and not is_quantised:
         return None  # another method's package holds it
     weights = weights_of(source)
     engine = weights.chosen(engine)
@@ -184,7 +187,9 @@ def _for_cpu(source: BaseSource, engine: Engine) -> CausalLM | None:
         log_console().print(widened, style="dim", soft_wrap=True)
     if is_tested(base) or not misses_weights(base):
         return base
-    if not is_held_quantised(source):  # what its code makes of a weight by itself is in the narrow type
+    if not is_held_quantised(
+        weights.source
+    ):  # what its code makes of a weight by itself is in the narrow type
         return None
     raise ValueError(
         f"engine={engine!r} needs modules that are called for their products, and {type(base).__name__} "
