@@ -87,6 +87,28 @@ def test_what_is_packed_as_it_is_read_computes_what_a_view_of_the_loaded_base_do
     assert BaseFingerprint.of(ordinary).difference(base) is None
 
 
+@pytest.mark.parametrize(
+    ("engine", "named", "dtype", "held"),
+    [
+        ("eager", None, torch.float32, None),
+        ("eager", "auto", torch.bfloat16, None),
+        ("packed", None, torch.float32, "packed"),
+        ("packed", "float32", torch.float32, "packed"),
+        ("int8", torch.float32, torch.float32, "int8"),
+        ("packed", "bfloat16", torch.bfloat16, None),
+    ],
+)
+@pytest.mark.parametrize("has_layers", [True, False])
+def test_an_engine_holds_a_base_in_float32_and_any_other_type_is_as_it_is_named(
+    tmp_path, engine, named, dtype, held, has_layers
+):
+    directory = saved(tiny_model("llama"), tmp_path)
+    base = load_base(directory, engine, "cpu", named, layers=has_layers)
+    assert base.dtype == dtype and packed_as(base) == held
+    assert len(base.model.layers) == (2 if has_layers else 0)
+    assert base.config.num_hidden_layers == 2, "as of the whole model"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_files_of_other_precisions_are_packed_too(tmp_path, dtype):
     directory = saved(tiny_model("llama"), tmp_path, dtype)
