@@ -44,9 +44,19 @@ class DeviceRates:
 
 def device_name(device: torch.device) -> str:
     """The device in words: a graphics card's name, or the processor's and how many cores it shows."""
-    if device.type == "cuda":
+    if is_card(device):
         return torch.cuda.get_device_name(device)
     return f"{device.type}: {_processor_name()}, {os.cpu_count()} cores"
+
+
+def is_cpu(device: torch.device) -> bool:
+    """Whether ``device`` is the memory and the processor of the host."""
+    return device.type == "cpu"
+
+
+def is_card(device: torch.device) -> bool:
+    """Whether ``device`` is a CUDA card."""
+    return device.type == "cuda"
 
 
 def release_threads() -> None:
@@ -81,7 +91,7 @@ def _openmp_release() -> Callable[[int], int] | None:
 def available_memory(device: torch.device | None = None) -> int | None:
     """Bytes of memory that this process may still take, of a CUDA ``device`` or of the system: free memory,
     or the rest of the control groups' limits; None where the system does not report it."""
-    if device is not None and device.type == "cuda":
+    if device is not None and is_card(device):
         held_by_torch = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + held_by_torch
     listing = Path("/proc/meminfo")
@@ -229,7 +239,7 @@ def read_columns(columns: dict[str, Tensor]) -> dict[str, list[list[int]]]:
 
 def wait_for(device: torch.device) -> None:
     """Wait until an accelerator has finished its work."""
-    if device.type == "cuda":
+    if is_card(device):
         torch.cuda.synchronize(device)
 
 

@@ -36,7 +36,8 @@ from medusa.drafters.protocol import Drafter
 from medusa.drafters.references import References, SuffixCorpus, references_of
 from medusa.drafters.registry import DrafterFactory
 from medusa.engine.identity import identity_of
-from medusa.engine.loading import PLACING, load_for_engine, load_own_heads, load_placed
+from medusa.engine.weights.load import load_base
+from medusa.engine.weights.own_head import load_own_heads
 from medusa.hardware import release_threads
 from medusa.heads.checkpoint import (
     OWN_HEADS,
@@ -314,11 +315,12 @@ class MedusaModel:
             if isinstance(heads, HeadsCheckpoint):
                 check_heads_fit_source(heads.heads, source)
             has_adapter = isinstance(heads, HeadsCheckpoint) and heads.adapter is not None
-            # an adapter changes the weights, so they are held as they are
-            if not torch.cuda.is_available() and base_kwargs.keys().isdisjoint(PLACING):
-                loaded = load_for_engine(source, "eager" if has_adapter else engine)
-            else:
-                loaded = load_placed(source, "eager" if has_adapter else engine)
+            # whoever has a card and names no place casts and moves the base; an adapter changes its weights
+            is_unplaced = torch.cuda.is_available() and "device_map" not in base_kwargs
+            own_engine = "eager" if has_adapter or is_unplaced else engine
+            loaded = load_base(
+                source, own_engine, dtype="auto" if is_unplaced and source.gguf is None else None
+            )
         else:
             unread = sorted(base_kwargs if heads is None else base_kwargs.keys() - hub.keys())
             if unread:

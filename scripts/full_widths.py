@@ -39,9 +39,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.causal_lm import hidden_size, vocab_size
-from medusa.base.loading import load_base
 from medusa.cli.main import main as medusa
-from medusa.engine.loading import load_for_engine
+from medusa.engine.weights.load import load_base
 from medusa.hardware import device_name
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.heads.medusa_heads import Unembedding
@@ -228,7 +227,7 @@ def try_decoding(directory: Path, tried: Tried, engines=ENGINES, steps=STEPS) ->
     del ordinary, plainly
     gc.collect()
     for engine in engines:
-        base = load_for_engine(directory, engine)
+        base = load_base(directory, engine)
         for step in steps:
             model = MedusaModel(base, heads, TREE, engine=engine, step=step)
             column = f"{engine}, {step}"
@@ -270,7 +269,7 @@ def try_heads(
     kinds: Sequence[tuple[Unembedding, str]] = KINDS_OF_HEADS,
 ) -> None:
     """Every kind of heads with every unembedding, in compiled steps on the base that is named."""
-    base = load_for_engine(directory, engine)
+    base = load_base(directory, engine)
     batch = prompts_of(vocab_size(base), 1)
     call: dict[str, Any] = {**batch, "max_new_tokens": NEW_TOKENS, "do_sample": False}
     for unembedding, path in kinds:

@@ -58,10 +58,10 @@ from medusa.base.causal_lm import cache_argument
 from medusa.base.gguf_file import GGUFFile
 from medusa.console import log_console
 from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
-from medusa.engine.kernels import PackedMatmul
-from medusa.engine.loading import load_for_engine
-from medusa.engine.packed_experts import PackedExperts
 from medusa.engine.views import packed_bytes
+from medusa.engine.weights.experts import PackedExperts
+from medusa.engine.weights.load import load_base
+from medusa.engine.weights.products import PackedMatmul
 from medusa.files import replaced_file
 from medusa.heads.mtp import can_draft_itself
 from medusa.measurement.llama_cpp import LlamaCpp, llama_bench, llama_cpp_unsupported_reason
@@ -120,11 +120,11 @@ def vocabulary_of(path: Path) -> int:
 
 def compiled(engine: Any, directory: Path) -> float:
     """Have the compiled steps of one of ours on disk: the seconds that this took."""
-    return MedusaModel(load_for_engine(directory, engine), engine=engine, step="compiled").compile()
+    return MedusaModel(load_base(directory, engine), engine=engine, step="compiled").compile()
 
 
 def _of_ours(engine: Any, directory: Path, prompts: dict[int, Tensor], began: float) -> dict[str, Any]:
-    model = MedusaModel(load_for_engine(directory, engine), engine=engine, step="compiled")
+    model = MedusaModel(load_base(directory, engine), engine=engine, step="compiled")
     model.compile()
     found = {
         "load_seconds": time.perf_counter() - began,

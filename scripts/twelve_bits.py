@@ -22,8 +22,9 @@ from transformers import GenerationConfig
 from medusa import MedusaModel
 from medusa.assets import EMBEDDED_BASE, embedded_base
 from medusa.console import log_console
-from medusa.engine.kernels import PackedMatmul, uses_twelve_bits
 from medusa.engine.views import share_of_outliers
+from medusa.engine.weights.forms import uses_twelve_bits
+from medusa.engine.weights.products import PackedMatmul
 from medusa.measurement.report import STANDARD_OUTPUT, end_with_json
 from medusa.measurement.timing import take_turns
 

@@ -26,7 +26,9 @@ from transformers import (
 
 from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.console import log_console
-from medusa.engine.loading import packed_in_place
+from medusa.engine.weights.load import held_base
+from medusa.engine.weights.sources import widen_rest
+from medusa.engine.weights.stored import Arithmetic
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.measurement.report import end_with_json
 from medusa.training.data.dataset import Documents
@@ -125,6 +127,12 @@ def sampling() -> dict[str, Any]:
 # ------------------------------------------------------------------ a long prompt
 
 
+def packed(base: Any) -> Any:
+    """``base``, which computes with the kernels and has let its own weights go."""
+    widen_rest(base)
+    return held_base(base, Arithmetic(int8=False, in_whole_numbers=False), lambda release: {})
+
+
 def _status(key: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
@@ -136,7 +144,7 @@ def prompt() -> dict[str, Any]:
     found = {}
     for name, length in (("plain", PROMPT), ("eagle3", PROMPT_EAGLE3)):
         base = base_of("Llama 3.1 8B", num_hidden_layers=1, max_position_embeddings=length + 256)
-        base = packed_in_place(base)
+        base = packed(base)
         model, drafter = MedusaModel(base, engine="packed"), None
         if name == "eagle3":
             head = Eagle3Head(Eagle3Config.of_base(base, fused_layers=(1,))).eval().requires_grad_(False)
@@ -170,7 +178,7 @@ def vocabulary() -> dict[str, Any]:
     of_logits = logits.repeat(8, 1)
     rows = milliseconds(lambda: TeacherRows.of_logits(of_logits), 3)
     base.lm_head.bfloat16()
-    base = packed_in_place(base)
+    base = packed(base)
     ids = torch.randint(0, 262_144, (1, 64), generator=torch.Generator().manual_seed(1))
     drafting = {}
     for name, size in (("all", None), ("draft vocabulary", DRAFT_VOCAB)):

@@ -54,20 +54,20 @@ if "SHARD_BYTES" in os.environ:
     stored_states.CachedHiddenStates.compute = told
 
 if "FORBID_BASE" in os.environ:
-    job.load_live = None  # type: ignore[assignment]
+    job.live_states = None  # type: ignore[assignment]
 
 if "SAY_LOADED" in os.environ:
-    load_live = job.load_live
+    live_states = job.live_states
 
     def said(*arguments: Any) -> OnlineHiddenStates:
-        live = load_live(*arguments)
+        live = live_states(*arguments)
         layers = live.base.model.layers.parameters()
         parameters = [getattr(each, "_local_tensor", each) for each in layers]
         held = sum(each.numel() for each in parameters)
         sys.stderr.write(f"rank {os.environ['RANK']} holds parameters: {held}\n")
         return live
 
-    job.load_live = said
+    job.live_states = said
 
 sys.argv[0] = str(PROGRAM)
 runpy.run_path(str(PROGRAM), run_name="__main__")

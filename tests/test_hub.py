@@ -13,8 +13,9 @@ from tiny_chat import chat_base, chat_heads, chat_tokenizer
 from transformers import LlamaForCausalLM
 
 from medusa import HeadsCheckpoint, MedusaModel, load_heads, save_heads
-from medusa.base.loading import load_base, load_tokenizer
+from medusa.base.loading import load_tokenizer
 from medusa.cli.main import main
+from medusa.engine.weights.load import load_base
 from medusa.hub import split_revision
 
 PROMPT = torch.tensor([[72, 105, 33, 40]])

@@ -38,15 +38,15 @@ class Places:
 
 PLACES = {
     "names of kinds of steps": Places(r'"(?:general|compiled|static|captured)"', 27, 12),
-    "tests of the device": Places(r"device\.type|is_cpu|is_on_cpu", 50, 26),
+    "tests of the device": Places(r"device\.type|is_cpu|is_on_cpu", 47, 25),
     "branches on kinds of heads": Places(
         r'head_kind|"(?:eagle3|mtp)"|isinstance\([^()]*(?:AutoregressiveHead|MedusaHeads|MtpHead|Eagle3Head)',
         30,
         9,
     ),
-    "tests of a type": Places(r"isinstance\(", 386, None),
+    "tests of a type": Places(r"isinstance\(", 372, None),
     "names of functions that load a base": Places(
-        r"\b(?:load_base|load_for_engine|load_base_on|load_live|load_without_layers)\b", 41, 11
+        r"\b(?:load_base|load_by_transformers|load_widened|load_blocks|frozen_base|live_states)\b", 42, 16
     ),
 }
 

@@ -121,18 +121,16 @@ def find_base(source: str | Path | BaseSource, **kwargs: Any) -> BaseSource:
     return BaseSource(name, arguments, config)
 
 
-def load_base(source: str | Path | BaseSource, **kwargs: Any) -> CausalLM:
-    """The model at ``source`` in evaluation mode, found by :func:`find_base`.
+def load_by_transformers(source: BaseSource, dtype: torch.dtype | str | None = None) -> CausalLM:
+    """The model at ``source`` in evaluation mode as ``transformers`` loads it: in ``dtype``, "auto" or None,
+    the type of its files; where the arguments of ``source`` place it.
 
     Raises:
         FileNotFoundError: as :func:`find_base`.
         ValueError: so too, or a file of its weights is damaged, or none holds the LM head or another weight.
     """
-    source = find_base(source, **kwargs)
-    if source.gguf is not None or (is_held_quantised(source) and not _finds_a_device(source)):
-        device = one_device(source)
-        return load_widened(source, widened_dtype(source, device)).to(device)
-    arguments = {**source.arguments, "output_loading_info": True}
+    typed = {} if dtype is None else {"dtype": dtype}
+    arguments = {**source.arguments, **typed, "output_loading_info": True}
     with explained_damage(source.name):
         loaded: Any = auto_class(source.config).from_pretrained(source.name, **arguments)
     base, info = loaded
@@ -174,38 +172,6 @@ def gguf_model() -> Any:
             "pip install --upgrade 'transformers<6'"
         ) from error
     return module
-
-
-def _finds_a_device(source: BaseSource) -> bool:
-    """Whether ``transformers`` loads a quantised directory itself: where its method's package may run."""
-    return torch.cuda.is_available() or not source.arguments.keys().isdisjoint(("device_map", "tp_plan"))
-
-
-def one_device(source: BaseSource) -> torch.device:
-    """Where a base that is widened goes; ValueError for arguments that put it in several places."""
-    places = source.arguments.get("device_map")
-    if isinstance(places, Mapping) and list(places) == [""]:
-        places = places[""]
-    if isinstance(places, int):
-        places = f"cuda:{places}"
-    is_device = places is None or isinstance(places, str | torch.device)
-    placing = sorted(source.arguments.keys() & {"quantization_config", "tp_plan"})
-    if not is_device or places in ("auto", "balanced", "balanced_low_0", "sequential", "disk"):
-        placing = ["device_map", *placing]
-    if placing:
-        raise ValueError(
-            f"a base that is widened is loaded whole, on one device, got {placing[0]}; give device_map a "
-            "device, as 'cuda:0', or give the model's own repository"
-        )
-    return torch.device(places or "cpu")
-
-
-def widened_dtype(source: BaseSource, device: torch.device) -> torch.dtype:
-    """The type to widen quantised weights to: where none is named float32 on a CPU, else bfloat16."""
-    dtype = source.arguments.get("dtype") or (torch.float32 if device.type == "cpu" else "auto")
-    if dtype == "auto":
-        return torch.bfloat16
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def gguf_path(source: str | Path, kwargs: Mapping[str, Any]) -> Path | None:

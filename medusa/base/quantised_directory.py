@@ -31,6 +31,7 @@ from medusa.base.quantised_forms import (
     FORMS,
     GROUPS_OF_INPUTS,
     SCALES,
+    ZEROS,
     QuantisedLayer,
     QuantisedMatrix,
     fp8_numbers,
@@ -384,11 +385,8 @@ class QuantisedDirectory:
         scales = next(parts[part] for part in SCALES if part in parts)
         if layer.form == "fp8":
             return fp8_numbers(parts["weight"], scales, self._block_of(layer, tuple(scales.shape)))
-        codes, zeros = FORMS[layer.form].read(parts, layer)
-        if zeros is not None and layer.form == "gptq" and self.settings.get("checkpoint_format") != "gptq_v2":
-            zeros = zeros + 1 & 2**layer.bits - 1
-        if zeros is not None and bool((zeros == 2 ** (layer.bits - 1)).all()):
-            zeros = None
+        codes = FORMS[layer.form].codes_of(parts, layer)
+        zeros = self.zeros(layer)
         scales = scales.T if layer.form in ("gptq", "awq") else scales.reshape(-1, layer.num_groups)
         groups, order = self._groups(layer)
         num_outputs = layer.shape[0]
@@ -399,6 +397,21 @@ class QuantisedDirectory:
             None if zeros is None else zeros.expand(num_outputs, -1)[:, groups],
             order,
         )
+
+    def zeros(self, layer: QuantisedLayer) -> Tensor | None:
+        """The codes for zero of a layer of whole numbers, (out, groups) uint8, or (1, 1); None where they are
+        half of the codes' range everywhere."""
+        parts = {part: self.tensor(name) for part, name in self._names(layer).items() if part in ZEROS}
+        zeros = FORMS[layer.form].zeros_of(parts, layer) if parts else None
+        if zeros is not None and layer.form == "gptq" and self.settings.get("checkpoint_format") != "gptq_v2":
+            zeros = zeros + 1 & 2**layer.bits - 1
+        if zeros is not None and bool((zeros == 2 ** (layer.bits - 1)).all()):
+            return None
+        return zeros
+
+    def input_order(self, layer: QuantisedLayer) -> Tensor | None:
+        """The input of each column of a layer of whole numbers, (in,) long; None where they are in order."""
+        return self._groups(layer)[1]
 
     # -------------------------------------------------------------- the model
 

@@ -26,6 +26,7 @@ from torch import Tensor
 BLOCK = 32
 """Inputs that share a scale and a zero at least, as the kernels hold them."""
 SCALES = ("scales", "weight_scale", "weight_scale_inv")
+ZEROS = ("qzeros", "weight_zero_point")
 GROUPS_OF_INPUTS = ("g_idx", "weight_g_idx")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output, of eight that follow each other, of each four bits of a word of AWQ, the lowest bits first."""
@@ -86,8 +87,10 @@ class Form:
     """The last parts of the names of tensors that may be beside it, scales excepted."""
     shapes: Callable[[int, int, int, int], dict[str, tuple[int, ...]]]
     """Shapes of what must be there, for outputs, inputs, codes in a word, and groups."""
-    read: Callable[[Parts, QuantisedLayer], tuple[Tensor, Tensor | None]]
-    """The codes (out, in) uint8 and zeros (out, groups) uint8 of a layer's tensors."""
+    codes_of: Callable[[Parts, QuantisedLayer], Tensor]
+    """The codes (out, in) uint8 of a layer's tensors."""
+    zeros_of: Callable[[Parts, QuantisedLayer], Tensor | None]
+    """The zeros (out, groups) uint8 of a layer's tensors; None where there are none."""
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -105,22 +108,28 @@ def _unpacked(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None 
     return codes.flatten(dim, dim + 1)
 
 
-def _of_gptq(parts: Parts, layer: QuantisedLayer) -> tuple[Tensor, Tensor]:
-    codes = _unpacked(parts["qweight"], layer.bits, 0).T.contiguous()
-    return codes, _unpacked(parts["qzeros"], layer.bits, 1).T
+def _codes_of_gptq(parts: Parts, layer: QuantisedLayer) -> Tensor:
+    return _unpacked(parts["qweight"], layer.bits, 0).T.contiguous()
 
 
-def _of_awq(parts: Parts, layer: QuantisedLayer) -> tuple[Tensor, Tensor]:
-    codes = _unpacked(parts["qweight"], layer.bits, 1, AWQ_ORDER).T.contiguous()
-    return codes, _unpacked(parts["qzeros"], layer.bits, 1, AWQ_ORDER).T
+def _zeros_of_gptq(parts: Parts, layer: QuantisedLayer) -> Tensor:
+    return _unpacked(parts["qzeros"], layer.bits, 1).T
 
 
-def _of_packed(parts: Parts, layer: QuantisedLayer) -> tuple[Tensor, Tensor | None]:
-    return _unpacked(parts["weight_packed"], layer.bits, 1), _signed_zeros(parts, layer)
+def _codes_of_awq(parts: Parts, layer: QuantisedLayer) -> Tensor:
+    return _unpacked(parts["qweight"], layer.bits, 1, AWQ_ORDER).T.contiguous()
 
 
-def _of_int8(parts: Parts, layer: QuantisedLayer) -> tuple[Tensor, Tensor | None]:
-    return parts["weight"].view(torch.uint8) ^ 128, _signed_zeros(parts, layer)
+def _zeros_of_awq(parts: Parts, layer: QuantisedLayer) -> Tensor:
+    return _unpacked(parts["qzeros"], layer.bits, 1, AWQ_ORDER).T
+
+
+def _packed_codes(parts: Parts, layer: QuantisedLayer) -> Tensor:
+    return _unpacked(parts["weight_packed"], layer.bits, 1)
+
+
+def _int8_codes(parts: Parts, layer: QuantisedLayer) -> Tensor:
+    return parts["weight"].view(torch.uint8) ^ 128
 
 
 def _signed_zeros(parts: Parts, layer: QuantisedLayer) -> Tensor | None:
@@ -134,7 +143,7 @@ def _signed_zeros(parts: Parts, layer: QuantisedLayer) -> Tensor | None:
     return (zeros.to(torch.int16) + 2 ** (layer.bits - 1)).to(torch.uint8).view(-1, layer.num_groups)
 
 
-def _of_fp8(parts: Parts, layer: QuantisedLayer) -> tuple[Tensor, Tensor | None]:
+def _no_codes(parts: Parts, layer: QuantisedLayer) -> Tensor:
     raise AssertionError("FP8 has no codes: see fp8_numbers")
 
 
@@ -143,27 +152,31 @@ FORMS = {
         "qweight",
         ("qzeros", "g_idx"),
         lambda n, k, p, g: {"qweight": (k // p, n), "qzeros": (g, n // p), "scales": (g, n)},
-        _of_gptq,
+        _codes_of_gptq,
+        _zeros_of_gptq,
     ),
     "awq": Form(
         "qweight",
         ("qzeros",),
         lambda n, k, p, g: {"qweight": (k, n // p), "qzeros": (g, n // p), "scales": (g, n)},
-        _of_awq,
+        _codes_of_awq,
+        _zeros_of_awq,
     ),
     "packed": Form(
         "weight_packed",
         ("weight_shape", "weight_zero_point", "weight_g_idx"),
         lambda n, k, p, g: {"weight_packed": (n, k // p), "weight_scale": (n, g)},
-        _of_packed,
+        _packed_codes,
+        _signed_zeros,
     ),
     "int8": Form(
         "weight",
         ("weight_zero_point",),
         lambda n, k, p, g: {"weight": (n, k), "weight_scale": (n, g)},
-        _of_int8,
+        _int8_codes,
+        _signed_zeros,
     ),
-    "fp8": Form("weight", (), lambda n, k, p, g: {"weight": (n, k)}, _of_fp8),
+    "fp8": Form("weight", (), lambda n, k, p, g: {"weight": (n, k)}, _no_codes, _no_codes),
 }
 
 

@@ -12,10 +12,11 @@ from rich.console import Console
 
 from medusa.assets import EMBEDDED_BASE
 from medusa.base.loading import find_base, load_tokenizer
-from medusa.cli.loading import chosen_device, load_base_on, log_version, set_step
+from medusa.cli.loading import chosen_device, log_version, set_step
 from medusa.cli.options import ReportOptions, command
 from medusa.console import ProgressReporter, log_console
 from medusa.engine import QUANTISED
+from medusa.engine.weights.load import load_base
 from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
 from medusa.options import Dtype, Engine, TemplateOptions, check_at_least
@@ -187,7 +188,7 @@ def _load_answerer(options: DistillOptions, log: Console) -> Answerer:
         return EndpointAnswerer(endpoints, options.batch_size, options.max_new_tokens, say)
     device = chosen_device(options.device)
     source = find_base(options.base, trust_remote_code=options.trust_remote_code)
-    base = load_base_on(device, source, options.dtype, options.engine)
+    base = load_base(source, options.engine, device, options.dtype)
     tokenizer = load_tokenizer(options.tokenizer or source)
     model = MedusaModel(base, tokenizer=tokenizer, engine=options.engine)
     set_step(model, options.step)

@@ -27,8 +27,8 @@ from medusa.console import counted, log_console, track
 from medusa.drafters.registry import DrafterFactory
 from medusa.engine.engine_state import resolved_engine
 from medusa.engine.kernels import kernels_unsupported_reason
-from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_as
+from medusa.engine.weights.load import load_base
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.measurement import comparison, evaluation
 from medusa.measurement.comparison import COMPARED_SIZES, NamedHeads, ranked, read_named, split_label
@@ -316,7 +316,7 @@ def _evaluate_engine(options: EvaluationOptions) -> list[str]:
         raise ValueError(f"dtype must be float32, which all are held against, got {model.base.dtype}")
     others = _readers(model, options.engines, source)
     if source is not None:
-        held = load_for_engine(source, options.model.engine)
+        held = load_base(source, options.model.engine)
         reader = reader_of(held, options.engines.tokens_per_pass)
         del others["eager"]
         others = {packed_as(held) or "packed": reader, **others}

@@ -31,11 +31,11 @@ from medusa.base.loading import (
 from medusa.base.quantised_directory import described_settings
 from medusa.base.recurrent import is_recurrent, kind_of_layer
 from medusa.base.text_part import auto_class, text_part
-from medusa.cli.loading import without_layers
 from medusa.cli.option_types import InfoOptions
 from medusa.cli.options import answer_command, command
 from medusa.console import counted, megabytes, output_console
 from medusa.decoding.prefix_store import prefix_home, stored_bytes
+from medusa.engine.weights.load import load_base
 from medusa.heads.checkpoint import PROVENANCE_FILE, HeadsCheckpoint, check_heads_fit, load_heads
 from medusa.heads.fingerprint import kinship_of
 from medusa.heads.mtp import num_mtp_layers
@@ -217,7 +217,8 @@ def describe_heads(checkpoint: HeadsCheckpoint) -> dict[str, Any]:
 
 def describe_fit(checkpoint: HeadsCheckpoint, name: str) -> dict[str, str]:
     """How well heads fit the base called ``name``, in a sentence, and what is known of their worth."""
-    base = without_layers(name)
+    source = find_base(name)
+    base = load_base(source, "auto" if is_held_quantised(source) else "eager", layers=False)
     try:
         check_heads_fit(checkpoint.heads, base)
     except ValueError as error:

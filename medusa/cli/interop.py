@@ -13,11 +13,10 @@ import torch
 
 from medusa.assets import base_named
 from medusa.base.causal_lm import CausalLM
-from medusa.base.loading import BaseSource, find_base, load_base, load_tokenizer
+from medusa.base.loading import BaseSource, find_base, load_tokenizer
 from medusa.cli.loading import (
     chosen_device,
     encode_prompts,
-    load_base_on,
     load_prompts,
     log_version,
     recorded_base,
@@ -25,6 +24,7 @@ from medusa.cli.loading import (
 from medusa.cli.option_types import CheckOptions, ExportOptions, ImportOptions, PushOptions
 from medusa.cli.options import answer_command, command, to_argv
 from medusa.console import PERCENT, counted, log_console, print_list, track
+from medusa.engine.weights.load import load_base
 from medusa.files import Layout, check_writable_target, replaceable_files, replaced_directory
 from medusa.heads.checkpoint import (
     HEADS_LAYOUT,
@@ -164,7 +164,7 @@ def check(options: CheckOptions) -> list[str]:
     prompts = load_prompts(options.prompts)
     name = base_named(options.base or _base_of(directory, foreign))
     source = find_base(name, trust_remote_code=options.trust_remote_code)
-    base = load_base_on(device, source, options.dtype)
+    base = load_base(source, device=device, dtype=options.dtype)
     foreign_heads = foreign.read(ReadRequest(directory, base, max_depth=options.max_depth))
     heads = foreign_heads.heads
     log.print(f"{directory}: {foreign.consumer} loads {heads.in_words()}", soft_wrap=True)

@@ -24,7 +24,7 @@ from medusa.cli.option_types import LearnOptions
 from medusa.cli.options import NO_HEADS, answer_command, command
 from medusa.cli.rounds import MIN_GAIN, best_start, ended_version, heads_in_use, mark_learned, widths
 from medusa.console import counted, log_console
-from medusa.engine.loading import load_own_heads
+from medusa.engine.weights.own_head import load_own_heads
 from medusa.hardware import use_threads
 from medusa.heads.calibration import AnsweredTokens
 from medusa.heads.checkpoint import OWN_HEADS, load_heads

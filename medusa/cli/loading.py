@@ -40,8 +40,9 @@ from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import DrafterFactory, uses_model_heads
 from medusa.engine.libraries import NO_COMPILER, found_compiler
-from medusa.engine.loading import load_for_engine, load_own_heads, load_placed
 from medusa.engine.views import packed_bytes, share_of_outliers
+from medusa.engine.weights.load import load_base
+from medusa.engine.weights.own_head import load_own_heads
 from medusa.hardware import use_threads
 from medusa.heads.adapter import apply_adapter
 from medusa.heads.calibration import AnsweredTokens
@@ -51,7 +52,7 @@ from medusa.heads.protocol import Heads
 from medusa.learning.learned_heads import learned_home
 from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
-from medusa.options import Dtype, Engine, StepKind, TemplateOptions
+from medusa.options import Engine, StepKind, TemplateOptions
 from medusa.prompts import (
     Prompt,
     check_chat_template,
@@ -105,7 +106,7 @@ def load_model(
     has_adapter = checkpoint is not None and checkpoint.adapter is not None
     # an adapter changes the weights, so they are held as they are
     engine: Engine = "eager" if has_adapter or holds_weights else options.engine
-    base = load_base_on(device, source, options.dtype, engine)
+    base = load_base(source, engine, device, options.dtype)
     if named is None and options.heads == DEFAULT_HEADS and _can_draft_itself(source):
         named = OWN_HEADS
     if named == OWN_HEADS and with_heads:
@@ -223,27 +224,6 @@ def log_version() -> Console:
     if not log.is_terminal:
         disable_progress_bar()
     return log
-
-
-def load_base_on(
-    device: torch.device,
-    source: BaseSource,
-    dtype: Dtype | None,
-    engine: Engine = "eager",
-) -> CausalLM:
-    """The base model at ``source``: in float32 on a CPU, packed for ``engine`` as it is read; in its own
-    type elsewhere, unless ``dtype`` is given."""
-    if device.type == "cpu" and dtype in (None, "float32"):
-        return load_for_engine(source, engine)
-    return load_placed(find_base(source, dtype=dtype or "auto"), engine, device)
-
-
-def without_layers(name: str) -> CausalLM:
-    """The base called ``name`` with its embeddings and none of its layers."""
-    from medusa.training.config import BaseOptions  # which chats do not wait for
-    from medusa.training.states import base
-
-    return base.load_without_layers(BaseOptions(name), torch.device("cpu"))
 
 
 def chosen_device(name: str) -> torch.device:

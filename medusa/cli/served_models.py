@@ -20,8 +20,7 @@ from medusa.base.loading import BaseSource, find_base, load_tokenizer
 from medusa.base.text_part import empty_model
 from medusa.cli.loading import chosen_device, learn_from_use, load_model
 from medusa.cli.options import NO_HEADS, ModelOptions
-from medusa.engine.held_sizes import SPARE_BYTES
-from medusa.engine.loading import held_bytes
+from medusa.engine.weights.plan import SPARE_BYTES, held_bytes
 from medusa.hardware import available_memory
 from medusa.options import TemplateOptions
 from medusa.serving.metrics import ServerMetrics

@@ -30,8 +30,9 @@ from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext, Drafter
 from medusa.drafters.suffix import MAX_CHILDREN, Continuations, continuations, no_trust, nothing_expected
-from medusa.engine.kernels import PackedMatmul, shared_constant
+from medusa.engine.kernels import shared_constant
 from medusa.engine.views import packed_as
+from medusa.engine.weights.products import PackedMatmul
 from medusa.heads.autoregressive_head import AutoregressiveHead
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from functools import partial, singledispatch
 from typing import Any, Protocol
 
-import torch
 from transformers import PreTrainedModel
 
 from medusa.acceptance.protocol import independent_chains
 from medusa.base.causal_lm import CausalLM, lm_head, lm_head_device
-from medusa.base.loading import BaseSource, find_base, load_base, load_tokenizer
+from medusa.base.loading import BaseSource, find_base, load_tokenizer
 from medusa.base.profile import BaseProfile
 from medusa.drafters.autoregressive import AutoregressiveDrafter
 from medusa.drafters.draft_model import (
@@ -42,8 +41,9 @@ from medusa.drafters.protocol import Drafter, PlainDrafter, not_capturable
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
 from medusa.engine.engine_state import apply_engine
-from medusa.engine.loading import load_for_engine, load_own_head
 from medusa.engine.views import packed_unsupported_reason
+from medusa.engine.weights.load import load_base
+from medusa.engine.weights.own_head import load_own_head
 from medusa.heads.autoregressive_head import AutoregressiveHead
 from medusa.heads.checkpoint import HeadsCheckpoint, check_heads_fit, load_heads
 from medusa.heads.eagle3 import Eagle3Head
@@ -213,11 +213,8 @@ def _draft_model(host: DraftHost, settings: DrafterSettings) -> DraftModelDrafte
 
 def _loaded_beside(host: DraftHost, source: BaseSource) -> CausalLM:
     """The model at ``source`` as the base of ``host`` runs: its engine, its precision, its device."""
-    device = host.profile.device
-    if device.type == "cpu" and host.base.dtype == torch.float32:  # here the engine may pack its weights
-        return apply_engine(load_for_engine(source, host.engine), host.engine)
-    model: Any = load_base(source, dtype=host.base.dtype)
-    return apply_engine(model.to(device), host.engine)
+    model = load_base(source, host.engine, host.profile.device, host.base.dtype)
+    return apply_engine(model, host.engine)
 
 
 def _missing_draft_model(host: DraftHost, settings: DrafterSettings) -> str | None:

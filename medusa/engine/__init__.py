@@ -21,8 +21,8 @@
     given hooks, or a forward of its own, in any module   eager, also where they come after loading
 
 A base that is loaded by its name on a CPU is packed while it is read, and holds each weight once
-(:mod:`medusa.engine.loading`). It runs only on its engine: for ``eager``, hooks, adapters or training load it
-with ``engine="eager"``.
+(:mod:`medusa.engine.weights.load`). It runs only on its engine: for ``eager``, hooks, adapters or training
+load it with ``engine="eager"``.
 
 The kernels (:mod:`medusa.engine.kernels`) compute in float32, whatever the type of the weights, and give a
 node bit-identical logits in a single pass, in a tree and in a batch. The router of a mixture of experts, and

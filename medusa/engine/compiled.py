@@ -39,14 +39,13 @@ from medusa.base.causal_lm import (
     vocab_size,
 )
 from medusa.console import log_console
-from medusa.engine.file_weights import give_back_freed_memory
 from medusa.engine.fused_layers import FusedLayers
-from medusa.engine.kernels import PackedMatmul
 from medusa.engine.libraries import NO_COMPILER, LibraryError, digest_of, found_compiler, kept_library
-from medusa.engine.packed_experts import PackedExperts
 from medusa.engine.pass_parts import CachePart, LayerGroup, parts_of, tensors_in
 from medusa.engine.programs import Part, Program
-from medusa.engine.views import JoinedLinear
+from medusa.engine.weights.experts import PackedExperts
+from medusa.engine.weights.memory import give_back_freed_memory
+from medusa.engine.weights.products import JoinedLinear, PackedMatmul
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 
 VECTOR = 16

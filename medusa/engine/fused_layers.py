@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from medusa.engine.kernels import PackedMatmul
 from medusa.engine.pass_parts import LayerCall, LayersAsFunction, tensors_in
 from medusa.engine.programs import Part
-from medusa.engine.views import InPlaceNorm, JoinedLinear
+from medusa.engine.views import InPlaceNorm
+from medusa.engine.weights.products import JoinedLinear, PackedMatmul
 
 HALF_HEAD = 16
 """Half of a head's width is a multiple of this: whole vectors of any processor."""

@@ -26,15 +26,10 @@ from medusa.base.causal_lm import (
     embedding_rows,
     embedding_weight,
 )
-from medusa.engine.group_quantised import (
-    GroupQuantisedLinear,
-    GroupQuantisedLMHead,
-    GroupQuantisedMatmul,
-    QuantisedRows,
-)
-from medusa.engine.kernels import PackedLinear, PackedMatmul
 from medusa.engine.libraries import found_compiler
 from medusa.engine.programs import Part, Program
+from medusa.engine.weights.products import GroupQuantisedLMHead, GroupQuantisedMatmul, PackedMatmul
+from medusa.engine.weights.stored import QuantisedRows
 from medusa.heads.draft_vocab import DraftVocab, GatheredRows
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.heads.stored_types import exact_four_bits
@@ -69,19 +64,18 @@ def optimized_heads(heads: AnyHeads, lm_head: nn.Module) -> AnyHeads:
 
 
 def _packed_linear(linear: nn.Linear) -> PackedMatmul:
-    """A linear layer of heads, in four bits if it was read in these, else in int8."""
-    rows = exact_four_bits(linear.weight.detach())
-    if rows is None:
-        return PackedLinear(linear, int8=True)
-    return GroupQuantisedLinear(linear, _four_bits(rows, linear.in_features), in_whole_numbers=True)
+    """A linear layer of heads as :func:`_packed_product` has its weight."""
+    product = _packed_product(linear.weight.detach(), linear.bias)
+    product.weight = linear.weight  # for code that reads it
+    return product
 
 
-def _packed_product(weight: Tensor) -> PackedMatmul:
-    """The same of a matrix (out, in) that is no layer."""
+def _packed_product(weight: Tensor, bias: Tensor | None = None) -> PackedMatmul:
+    """The product of a matrix (out, in) of heads, in four bits if it was read in these, else in int8."""
     rows = exact_four_bits(weight)
     if rows is None:
-        return PackedMatmul([weight], None, int8=True)
-    return GroupQuantisedMatmul([_four_bits(rows, weight.shape[1])], None, in_whole_numbers=True)
+        return PackedMatmul([weight], bias, int8=True)
+    return GroupQuantisedMatmul([_four_bits(rows, weight.shape[1])], bias, in_whole_numbers=True)
 
 
 def _four_bits(rows: Tensor, num_inputs: int) -> QuantisedRows:

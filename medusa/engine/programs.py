@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from medusa.base.experts import is_experts
 from medusa.engine.building import source_text
-from medusa.engine.kernels import PackedMatmul
 from medusa.engine.libraries import (
     NO_COMPILER,
     LibraryError,
@@ -37,8 +36,8 @@ from medusa.engine.libraries import (
     found_compiler,
     kept_library,
 )
-from medusa.engine.packed_experts import RouterWeight
-from medusa.engine.views import JoinedLinear
+from medusa.engine.weights.experts import RouterWeight
+from medusa.engine.weights.products import JoinedLinear, PackedMatmul
 from medusa.files import check_trusted
 
 VERSION = 12

@@ -26,8 +26,7 @@ from medusa.base.causal_lm import (
     lm_head,
 )
 from medusa.decoding.statistics import DecodingStatistics
-from medusa.engine.kernels import PackedMatmul
-from medusa.engine.views import JoinedLinear
+from medusa.engine.weights.products import JoinedLinear, PackedMatmul
 from medusa.hardware import DeviceRates
 from medusa.heads.draft_vocab import GatheredRows
 from medusa.model import MedusaModel

@@ -21,7 +21,6 @@ from transformers import CompileConfig, PreTrainedModel
 from medusa.acceptance.rules import rule_named
 from medusa.base.causal_lm import end_ids, lm_head, vocab_size
 from medusa.base.gguf_file import begins_as_gguf
-from medusa.base.loading import load_base
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import (
     DEFAULT_DRAFTER,
@@ -33,6 +32,7 @@ from medusa.drafters.registry import (
 from medusa.engine.libraries import INSTALL_COMPILER
 from medusa.engine.optimized_heads import optimized_heads
 from medusa.engine.views import packed_as
+from medusa.engine.weights.load import load_base
 from medusa.heads.checkpoint import HeadsCheckpoint, check_heads_fit, load_heads
 from medusa.heads.protocol import Heads
 from medusa.measurement.llama_cpp import LlamaCpp, answered_by, llama_cpp_unsupported_reason
@@ -261,8 +261,7 @@ def _theirs(name: str, model: MedusaModel, settings: DrafterSettings) -> System 
         if draft_model is None:
             return "it needs a smaller model; give --draft-model"
         if not isinstance(draft_model, PreTrainedModel):
-            loaded: Any = load_base(str(draft_model), dtype=base.dtype)
-            draft_model = loaded.to(base.device)
+            draft_model = load_base(str(draft_model), "eager", base.device, base.dtype)
         options["assistant_model"] = draft_model
     return System(name, lambda **call: base.generate(**call, **options), is_compiled=name == STATIC)
 

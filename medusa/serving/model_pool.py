@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from medusa.console import gigabytes
-from medusa.engine.file_weights import give_back_freed_memory
+from medusa.engine.weights.memory import give_back_freed_memory
 from medusa.hardware import release_threads
 from medusa.serving.body import shortened
 from medusa.serving.metrics import ServerMetrics, exposed_by_model

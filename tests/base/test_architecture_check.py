@@ -50,8 +50,8 @@ from medusa.base.architecture_check import (
     worst_comparison,
 )
 from medusa.base.causal_lm import decoder_layers
-from medusa.base.loading import load_base
 from medusa.base.recurrent import MatrixState
+from medusa.engine.weights.load import load_base
 
 SMALL = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
 

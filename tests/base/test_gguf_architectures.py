@@ -6,7 +6,8 @@ import pytest
 import torch
 from converted_gguf import MODELS, VOCAB_SIZE, made, write_converted
 
-from medusa.base.loading import find_base, gguf_model, load_base
+from medusa.base.loading import find_base, gguf_model
+from medusa.engine.weights.load import load_base
 from medusa.heads.mtp import MtpConfig, MtpHead, num_mtp_layers, own_head
 
 pytest.importorskip("medusa.base.gguf_model", exc_type=ImportError, reason="needs a newer transformers")

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from medusa.base import gguf_file
 from medusa.base.gguf_file import GGUFFile
-from medusa.base.loading import find_base, load_base, load_tokenizer
+from medusa.base.loading import find_base, load_tokenizer
+from medusa.engine.weights.load import load_base
 
 gguf_model = pytest.importorskip(
     "medusa.base.gguf_model", exc_type=ImportError, reason="needs a newer transformers"

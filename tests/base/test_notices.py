@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from medusa.base.loading import load_base
+from medusa.engine.weights.load import load_base
 
 
 class Shown(logging.Handler):

@@ -9,8 +9,8 @@ import pytest
 from quantised_files import write_model
 from tiny_chat import chat_base
 
-from medusa.base.loading import load_base
 from medusa.base.pooling import Pooling, stated_pooling
+from medusa.engine.weights.load import load_base
 
 MODULES = ("Transformer", "Pooling", "Normalize")
 

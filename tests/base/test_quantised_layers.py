@@ -12,7 +12,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from medusa import MedusaModel
-from medusa.base.loading import load_base
+from medusa.engine.weights.load import load_base
 
 
 class Int8Linear(nn.Module):

@@ -12,8 +12,9 @@ from tiny_chat import chat_tokenizer
 from transformers import AutoConfig, AutoTokenizer
 
 from medusa import MedusaModel
-from medusa.base.loading import load_base, load_tokenizer
+from medusa.base.loading import load_tokenizer
 from medusa.base.text_part import LetGo, text_part, writes_text
+from medusa.engine.weights.load import load_base
 
 
 @pytest.fixture

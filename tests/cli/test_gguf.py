@@ -14,10 +14,10 @@ from transformers import modeling_gguf_pytorch_utils
 import medusa.hardware
 from medusa import HeadsCheckpoint, HeadsConfig, MedusaHeads, load_heads, save_heads
 from medusa.base.gguf_file import GGUFFile
-from medusa.base.loading import find_base, gguf_model, load_base
+from medusa.base.loading import find_base, gguf_model
 from medusa.cli import evaluate
 from medusa.cli.main import main
-from medusa.engine.loading import load_for_engine
+from medusa.engine.weights.load import load_base
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.measurement import benchmark
 
@@ -121,7 +121,7 @@ def test_the_file_itself_is_measured_beside_llama_cpp_and_transformers_only_wher
 def heads(file, tmp_path):
     base = load_base(file)
     trained = MedusaHeads(HeadsConfig(256, VOCAB_SIZE, num_heads=2))
-    held = load_for_engine(file, "auto")
+    held = load_base(file, "auto")
     checkpoint = HeadsCheckpoint(trained, base.name_or_path, fingerprint=BaseFingerprint.of(held))
     return save_heads(checkpoint, tmp_path / "heads")
 

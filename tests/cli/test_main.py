@@ -46,7 +46,7 @@ def test_a_base_without_heads_answers_and_one_line_says_how_to_train_some(saved,
 
 
 def test_heads_of_other_sizes_are_refused_before_the_base_is_loaded(saved, capsys, monkeypatch):
-    monkeypatch.setattr("medusa.cli.loading.load_for_engine", lambda *given, **more: pytest.fail("loaded"))
+    monkeypatch.setattr("medusa.cli.loading.load_base", lambda *given, **more: pytest.fail("loaded"))
     said = ran(capsys, ["generate", *saved[:2], "--heads", "smollm2-135m-instruct", "Hello"], 1).err
     assert "heads were trained for hidden_size=576, base model" in said and "(--heads none)" in said
 
@@ -406,7 +406,7 @@ def test_ctrl_c_while_the_model_loads_says_stopped(saved, capsys, monkeypatch):
     def pressed(*given, **more):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("medusa.cli.loading.load_for_engine", pressed)
+    monkeypatch.setattr("medusa.cli.loading.load_base", pressed)
     printed = ran(capsys, ["chat", *saved], 130).err
     assert printed.endswith("stopped\n")
     assert "Traceback" not in printed

@@ -13,8 +13,8 @@ from tiny_server import HELLO, expected
 
 from medusa.base.loading import find_base
 from medusa.cli.main import main
-from medusa.engine import held_sizes, loading
-from medusa.engine.loading import held_bytes
+from medusa.engine.weights import load, plan
+from medusa.engine.weights.plan import held_bytes
 from medusa.serving import server
 from medusa.serving.chat_requests import ChatRequest
 
@@ -99,7 +99,7 @@ def test_a_model_that_is_asked_for_answers_as_generate_does(home, pool_of):
 
 
 def test_the_memory_of_a_model_is_its_weights_a_start_and_its_caches(home, pool_of):
-    spare = held_sizes.SPARE_BYTES // MIB
+    spare = plan.SPARE_BYTES // MIB
     one = held_bytes(find_base(home / "small.gguf"), "auto")
     weights = -(-one // MIB)
     flags = ["--models", home / "small.gguf", "--memory-mib", "8192"]
@@ -123,12 +123,12 @@ def test_the_weights_are_those_that_loading_counts(home, monkeypatch):
         ("small.gguf", "eager"),
     ):
         counted = []
-        for module in ("loading", "quantised_loading"):
-            monkeypatch.setattr(
-                f"medusa.engine.{module}.check_fits",
-                lambda _name, kind, bytes_for, *_, sizes=counted: sizes.append(bytes_for(kind)),
-            )
-        loading.load_for_engine(find_base(home / name), engine)
+        monkeypatch.setattr(
+            load,
+            "check_fits",
+            lambda weights, kind, sizes=counted: sizes.append(plan.num_bytes(plan.planned(weights, kind))),
+        )
+        load.load_base(find_base(home / name), engine)
         assert held_bytes(find_base(home / name), engine) == counted[0] > 0
 
 

@@ -17,8 +17,8 @@ from medusa.drafters.protocol import PlainDrafter
 from medusa.drafters.registry import DRAFTERS, DrafterFactory, DrafterSettings
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
-from medusa.engine.kernels import PackedLinear
 from medusa.engine.views import packed_unsupported_reason
+from medusa.engine.weights.products import PackedMatmul
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.trees.tuned_trees import TunedTree
 
@@ -78,7 +78,7 @@ def test_models_that_draft_run_on_the_engine_of_the_base(tmp_path):
     for name, attribute in (("early-exit", "cheaper"), ("draft-model", "draft_model")):
         drafter = DrafterFactory(model, settings).make(name)
         layers = getattr(drafter, attribute).modules()
-        assert any(isinstance(layer, PackedLinear) for layer in layers)
+        assert any(isinstance(layer, PackedMatmul) for layer in layers)
         call = {"do_sample": False, "max_new_tokens": 12}
         assert_exact(model, random_prompts(2, 7), {"drafter": drafter}, **call)
 

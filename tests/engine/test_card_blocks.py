@@ -12,13 +12,14 @@ from triton_device import DEVICE, DTYPES, NEAR
 
 from medusa import CandidateTree, MedusaModel
 from medusa.base.causal_lm import embedding_rows, lm_head, rows_at
-from medusa.base.loading import find_base, load_base
+from medusa.base.loading import find_base
 from medusa.engine.card.block_kernels import block_product, widened_rows
 from medusa.engine.card.block_modules import MOST_ROWS, QuantisedLinear, QuantisedLookup
 from medusa.engine.card.file_loading import load_blocks
 from medusa.engine.card.fused_layer import card_view, num_fused
 from medusa.engine.card.joined_weights import joined_product
 from medusa.engine.card.stored_blocks import FORMS, StoredBlocks
+from medusa.engine.weights.load import load_base
 
 Type = gguf.GGMLQuantizationType
 TYPES = [Type(number) for number in FORMS]

@@ -8,10 +8,9 @@ from gguf import GGMLQuantizationType as Type
 
 from medusa import MedusaModel
 from medusa.base.causal_lm import end_ids
-from medusa.base.loading import load_base
 from medusa.drafters.dynamic import DynamicAutoregressiveDrafter
-from medusa.engine.group_quantised import GroupQuantisedMatmul
-from medusa.engine.loading import load_for_engine
+from medusa.engine.weights.load import load_base
+from medusa.engine.weights.products import GroupQuantisedMatmul
 from medusa.heads import draft_vocab
 from medusa.heads.mtp import MtpConfig, MtpHead
 
@@ -30,7 +29,7 @@ def test_a_matrix_in_parts_or_in_another_order_stays_in_the_bits_of_its_file(
 ):
     path = write_converted(made(kind), kind, tmp_path / "tiny.gguf", matrices=matrices)
     wide = load_base(path, dtype=torch.float32)
-    held = load_for_engine(path, "packed")
+    held = load_base(path, "packed")
     assert "widened to float32" not in " ".join(capsys.readouterr().err.split())
     torch.testing.assert_close(held(PROMPT).logits, wide(PROMPT).logits, atol=1e-4, rtol=1e-4)
 
@@ -38,7 +37,7 @@ def test_a_matrix_in_parts_or_in_another_order_stays_in_the_bits_of_its_file(
 def test_engines_hold_every_matrix_of_a_file_with_layers_for_multi_token_prediction(tmp_path):
     path = with_mtp(tmp_path)
     for engine in ("auto", "packed", "int8"):
-        held = load_for_engine(path, engine)
+        held = load_base(path, engine)
         quantised = {id(m) for m in held.modules() if isinstance(m, GroupQuantisedMatmul)}
         assert len(quantised) >= 4 * 4, "of each layer: into the mixer, out of it, into the MLP, out of it"
         matrices = [name for name, each in held.named_parameters() if each.dim() == 2 and each.stride(0)]

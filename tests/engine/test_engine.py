@@ -25,20 +25,23 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.causal_lm import new_cache, prefill, verify
-from medusa.engine import kernels
 from medusa.engine.engine_state import apply_engine
-from medusa.engine.kernels import PackedLinear
 from medusa.engine.optimized_heads import optimized_heads
 from medusa.engine.views import (
     InPlaceNorm,
-    JoinedLinear,
     in_place_norm,
-    joinable_linears,
-    joined,
     packed_as,
     packed_bytes,
     share_of_outliers,
     view_of,
+)
+from medusa.engine.weights import forms
+from medusa.engine.weights.products import (
+    JoinedLinear,
+    PackedMatmul,
+    joinable_linears,
+    joined_bias,
+    share_product,
 )
 
 BUSHY = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 0, 0)])
@@ -122,9 +125,15 @@ def test_packing_shares_parameters_and_leaves_the_base_as_it_was():
     base = tiny_model("llama")
     clone = view_of(base)
     assert {id(p) for p in clone.parameters()} == {id(p) for p in base.parameters()}
-    assert any(isinstance(module, PackedLinear) for module in clone.modules())
-    assert not any(isinstance(module, PackedLinear) for module in base.modules())
+    assert any(isinstance(module, PackedMatmul) for module in clone.modules())
+    assert not any(isinstance(module, PackedMatmul) for module in base.modules())
     assert clone.get_output_embeddings().weight is base.get_output_embeddings().weight
+
+
+def joined(linears, int8=False):
+    """Layers in their places that share one product."""
+    product = PackedMatmul([linear.weight.detach() for linear in linears], joined_bias(linears), int8)
+    return share_product(linears, product)
 
 
 def linears_of(widths, bias=False, inputs=40):
@@ -138,7 +147,7 @@ def linears_of(widths, bias=False, inputs=40):
 def test_joined_layers_give_each_bit_that_they_give_alone(bias, int8):
     linears, x = linears_of((24, 8, 8), bias), 3 * torch.randn(2, 5, 40)
     for layer, linear in zip(joined(linears, int8), linears, strict=True):
-        assert torch.equal(layer(x), PackedLinear(linear, int8)(x))
+        assert torch.equal(layer(x), PackedMatmul([linear.weight.detach()], linear.bias, int8)(x))
         assert torch.allclose(layer(x), linear(x), atol=0.1 if int8 else 1e-5)
         assert layer.weight is linear.weight and layer.bias is linear.bias
 
@@ -159,7 +168,7 @@ class CountedProduct(torch.nn.Module):
 def test_joined_layers_compute_once_for_one_input_and_again_for_any_other():
     linears = linears_of((6, 3))
     first, second = joined(linears)
-    product = first.shared.product = CountedProduct(linears)
+    product = first.product = CountedProduct(linears)
     x, other = torch.randn(4, 40), torch.randn(4, 40)
     is_close = partial(torch.allclose, atol=1e-5)  # a wider product rounds otherwise
     with torch.no_grad():
@@ -194,9 +203,9 @@ def test_a_view_joins_what_reads_one_input_and_packs_the_rest():
     joined_names = {name for name, module in layer.named_modules() if type(module) is JoinedLinear}
     attention, mlp = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
     assert joined_names == {f"self_attn.{name}" for name in attention} | {f"mlp.{name}" for name in mlp}
-    assert type(layer.self_attn.o_proj) is type(layer.mlp.down_proj) is PackedLinear
+    assert type(layer.self_attn.o_proj) is type(layer.mlp.down_proj) is PackedMatmul
     assert type(layer.input_layernorm) is InPlaceNorm
-    plain = {PackedLinear, InPlaceNorm}
+    plain = {PackedMatmul, InPlaceNorm}
     assert plain.isdisjoint(map(type, tiny_model("llama").modules()))
 
 
@@ -312,12 +321,12 @@ def test_a_base_in_twelve_bits_writes_the_same_text_and_tells_what_it_keeps_apar
     with torch.no_grad():
         base.lm_head.weight[3, 7] = 2.0**40
     plain, prompt = view_of(base), random_prompts(2, 9)
-    monkeypatch.setattr(kernels, "TWELVE_BITS_FROM", 0)
-    monkeypatch.setattr(kernels, "_twelve_bits", True)
+    monkeypatch.setattr(forms, "TWELVE_BITS_FROM", 0)
+    monkeypatch.setattr(forms, "_twelve_bits", True)
     view = view_of(base)
     assert packed_bytes(view).keys() == {"bfloat16 in 12 bits"}
     num_weights = sum(
-        each.width * each.num_inputs for each in view.modules() if isinstance(each, kernels.PackedMatmul)
+        each.width * each.num_inputs for each in view.modules() if isinstance(each, PackedMatmul)
     )
     assert share_of_outliers(plain) == 0 and 1 / num_weights <= share_of_outliers(view) < 0.004
     options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompt)}

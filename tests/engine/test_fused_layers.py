@@ -16,7 +16,8 @@ from medusa.cli import loading
 from medusa.engine import compiled, fused_layers, optimized_heads, programs
 from medusa.engine.compiled import CompiledPass, library_paths
 from medusa.engine.engine_state import apply_engine
-from medusa.engine.kernels import PackedMatmul, lanes
+from medusa.engine.kernels import lanes
+from medusa.engine.weights.products import PackedMatmul
 
 pytestmark = needs_kernels
 WIDE = {**GROUPED, "head_dim": 32, "num_hidden_layers": 4, "rms_norm_eps": 3e-3}

@@ -10,7 +10,8 @@ from quantised_files import TYPES, random_rows
 from medusa.base.gguf_file import type_name
 from medusa.base.quantised_forms import QuantisedMatrix
 from medusa.engine import kernels
-from medusa.engine.group_quantised import GroupQuantisedMatmul, QuantisedRows, gguf_types
+from medusa.engine.weights.products import GroupQuantisedMatmul
+from medusa.engine.weights.stored import QuantisedRows, gguf_types
 
 pytestmark = needs_kernels
 needs_tiles = pytest.mark.skipif(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from medusa.engine.group_quantised import GroupQuantisedMatmul, QuantisedRows
-from medusa.engine.kernels import kernels_unsupported_reason, pack
+from medusa.engine.kernels import kernels_unsupported_reason
+from medusa.engine.weights.forms import packed
+from medusa.engine.weights.products import GroupQuantisedMatmul
+from medusa.engine.weights.stored import QuantisedRows
 
 pytestmark = pytest.mark.skipif(
     kernels_unsupported_reason() is not None, reason="no C++ compiler is installed"
@@ -160,9 +162,9 @@ BEYOND = {
 def test_what_lies_beyond_a_tensor_is_refused(operator, name, wrong):
     call, given = getattr(torch.ops.medusa, operator), {**GIVEN[operator]}
     if operator == "packed_product":
-        given["panels"] = pack([torch.zeros(24, 40)])[0]
+        given["panels"] = packed([torch.zeros(24, 40)])[1][0]
     if operator == "expert_products":
-        given["panels"] = pack([torch.zeros(96, 64)])[0]
+        given["panels"] = packed([torch.zeros(96, 64)])[1][0]
     call(*given.values())
     with pytest.raises(RuntimeError, match="must"):
         call(*{**given, name: wrong}.values())

@@ -34,15 +34,12 @@ from medusa.acceptance.sampling import hashed_bits
 from medusa.base.attention import TREE_ATTENTION, seen_slots, tree_attention_masks
 from medusa.base.causal_lm import new_cache, prefill, verify
 from medusa.engine import building, engine_state, kernels
-from medusa.engine.kernels import (
-    HugePages,
-    PackedMatmul,
-    has_tiles,
-    kernels_unsupported_reason,
-    narrowest_dtype,
-    pack,
-)
+from medusa.engine.kernels import has_tiles, kernels_unsupported_reason
 from medusa.engine.views import view_of
+from medusa.engine.weights import forms, memory
+from medusa.engine.weights.forms import narrowest_dtype, packed
+from medusa.engine.weights.memory import HugePages
+from medusa.engine.weights.products import PackedMatmul
 from medusa.trees.candidate_tree import TreeTopology
 
 needs_kernels = pytest.mark.skipif(
@@ -69,8 +66,8 @@ def multiplied_in(request, monkeypatch):
     if has_tiles(wanted) != wanted:
         pytest.skip("this processor has no tile registers")
     if "twelve bits" in request.param:
-        monkeypatch.setattr(kernels, "TWELVE_BITS_FROM", 0)
-        monkeypatch.setattr(kernels, "_twelve_bits", True)
+        monkeypatch.setattr(forms, "TWELVE_BITS_FROM", 0)
+        monkeypatch.setattr(forms, "_twelve_bits", True)
     yield request.param
     has_tiles(before)
 
@@ -101,8 +98,8 @@ def test_where_a_system_has_no_huge_pages_weights_lie_in_small_ones(monkeypatch)
         def madvise(self, *advice):
             raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(kernels.mmap, "mmap", Small)
-    monkeypatch.setattr(kernels, "weight_memory", HugePages())
+    monkeypatch.setattr(memory.mmap, "mmap", Small)
+    monkeypatch.setattr(memory, "weight_memory", HugePages())
     made, weight, bias = product((130, 77), torch.float32)
     x = torch.randn(2, 77)
     torch.testing.assert_close(made(x), nn.functional.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
@@ -237,7 +234,7 @@ ALL_NUMBERS = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16)
 
 @needs_kernels
 def test_every_number_of_bfloat16_survives_twelve_bits(monkeypatch):
-    monkeypatch.setattr(kernels, "_twelve_bits", True)
+    monkeypatch.setattr(forms, "_twelve_bits", True)
     weight = (torch.rand(4096, 4096) * 0.9 + 1).bfloat16()
     weight[:, ::256] = ALL_NUMBERS.view(4096, 16)  # as many in a panel as it has room for
     made = in_twelve_bits(weight)
@@ -249,8 +246,8 @@ def test_every_number_of_bfloat16_survives_twelve_bits(monkeypatch):
 
 @needs_kernels
 def test_weights_that_are_kept_apart_are_multiplied_too(monkeypatch):
-    monkeypatch.setattr(kernels, "TWELVE_BITS_FROM", 0)
-    monkeypatch.setattr(kernels, "_twelve_bits", True)
+    monkeypatch.setattr(forms, "TWELVE_BITS_FROM", 0)
+    monkeypatch.setattr(forms, "_twelve_bits", True)
     weight = torch.zeros(50, 520)
     weight[0, :40], weight[48, :40] = 1.5, -1.5
     weight[3, 519], weight[49, 0] = 2.0**100, -(2.0**-100)
@@ -262,8 +259,8 @@ def test_weights_that_are_kept_apart_are_multiplied_too(monkeypatch):
 
 @needs_kernels
 def test_a_matrix_with_too_many_exponents_stays_in_sixteen_bits(monkeypatch):
-    monkeypatch.setattr(kernels, "TWELVE_BITS_FROM", 0)
-    monkeypatch.setattr(kernels, "_twelve_bits", True)
+    monkeypatch.setattr(forms, "TWELVE_BITS_FROM", 0)
+    monkeypatch.setattr(forms, "_twelve_bits", True)
     weight = (torch.rand(40, 512) * 0.9 + 1).bfloat16()
     room = 512 * kernels.lanes() // 256  # of a panel
     weight[17, : room + 1] *= 2.0**40
@@ -275,11 +272,11 @@ def test_a_matrix_with_too_many_exponents_stays_in_sixteen_bits(monkeypatch):
 
 @needs_kernels
 def test_small_matrices_and_other_machines_keep_sixteen_bits(monkeypatch):
-    monkeypatch.setattr(kernels, "_twelve_bits", True)
+    monkeypatch.setattr(forms, "_twelve_bits", True)
     assert PackedMatmul([torch.ones(16, 16).bfloat16()], None).panels.dtype == torch.bfloat16
     large = torch.ones(1024, 256).bfloat16()
     assert PackedMatmul([large], None).panels.dtype == torch.uint8
-    monkeypatch.setattr(kernels, "_twelve_bits", False)
+    monkeypatch.setattr(forms, "_twelve_bits", False)
     assert PackedMatmul([large], None).panels.dtype == torch.bfloat16
 
 
@@ -290,14 +287,14 @@ def test_small_matrices_and_other_machines_keep_sixteen_bits(monkeypatch):
 )
 def test_twelve_bits_are_used_where_they_were_measured_to_be_no_slower(ratios, uses, monkeypatch, tmp_path):
     monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
-    monkeypatch.setattr(kernels, "_twelve_bits", None)
+    monkeypatch.setattr(forms, "_twelve_bits", None)
     measured = dict(zip(("1", "4", "8", "32"), ratios, strict=True))
-    monkeypatch.setattr(kernels, "_time_ratios", lambda: measured)
-    assert kernels.uses_twelve_bits() == uses
-    monkeypatch.setattr(kernels, "_time_ratios", lambda: pytest.fail("it was measured before"))
-    monkeypatch.setattr(kernels, "_twelve_bits", None)
-    assert kernels.uses_twelve_bits() == uses
-    assert kernels.uses_twelve_bits(not uses) != uses
+    monkeypatch.setattr(forms, "_time_ratios", lambda: measured)
+    assert forms.uses_twelve_bits() == uses
+    monkeypatch.setattr(forms, "_time_ratios", lambda: pytest.fail("it was measured before"))
+    monkeypatch.setattr(forms, "_twelve_bits", None)
+    assert forms.uses_twelve_bits() == uses
+    assert forms.uses_twelve_bits(not uses) != uses
 
 
 @needs_kernels
@@ -305,14 +302,14 @@ def test_twelve_bits_are_used_where_they_were_measured_to_be_no_slower(ratios, u
 def test_twelve_bits_give_the_same_bits_for_any_rows_and_those_of_sixteen_where_none_is_apart(
     width, monkeypatch
 ):
-    monkeypatch.setattr(kernels, "TWELVE_BITS_FROM", 0)
-    monkeypatch.setattr(kernels, "_twelve_bits", True)
+    monkeypatch.setattr(forms, "TWELVE_BITS_FROM", 0)
+    monkeypatch.setattr(forms, "_twelve_bits", True)
     weight = ((torch.rand(75, width) + 0.5) * torch.randn(75, 1).sign()).bfloat16()
     made, x = in_twelve_bits(weight), torch.randn(100, width)
     assert made.num_outliers == 0
-    monkeypatch.setattr(kernels, "_twelve_bits", False)
+    monkeypatch.setattr(forms, "_twelve_bits", False)
     assert torch.equal(made(x), PackedMatmul([weight], None)(x))
-    monkeypatch.setattr(kernels, "_twelve_bits", True)
+    monkeypatch.setattr(forms, "_twelve_bits", True)
     if width > 64:
         weight[::7, 5], weight[3::9, -1] = 2.0**20, 2.0**-60
     made = in_twelve_bits(weight)
@@ -358,11 +355,11 @@ def test_int8_weights_are_their_scale_times_the_nearest_whole_number(multiplied_
 @pytest.mark.parametrize("int8", [False, True])
 def test_several_weights_share_panels_as_one_weight_does(multiplied_in, int8):
     parts = [torch.randn(rows, 40).bfloat16() for rows in (5, 16, 30)]
-    together, alone = pack(parts, int8), pack([torch.cat(parts)], int8)
+    together, alone = (packed(each, int8)[1] for each in (parts, [torch.cat(parts)]))
     assert torch.equal(together[0], alone[0])
     assert not int8 or torch.equal(together[1], alone[1])
     mixed = [torch.full((3, 4), 1.0 + 2**-10), torch.full((3, 4), 2.0**60)]  # float16, and bfloat16 alone
-    assert pack(mixed)[0].dtype == torch.float32
+    assert packed(mixed)[1][0].dtype == torch.float32
 
 
 @needs_kernels

@@ -13,10 +13,10 @@ from conftest import CHECKOUT, OracleDrafter, needs_kernels, random_prompts
 from safetensors.torch import load_file, save_file
 
 from medusa import CandidateTree, MedusaModel
-from medusa.base.loading import find_base, quantised_directory
+from medusa.base.loading import find_base, is_held_quantised, quantised_directory
 from medusa.base.recurrent import is_recurrent
 from medusa.base.text_part import auto_class
-from medusa.engine import held_sizes, loading, quantised_loading
+from medusa.engine.weights import load, plan
 from medusa.hardware import device_name
 
 pytestmark = needs_kernels
@@ -48,8 +48,8 @@ class Loaded:
 def theirs(path):
     """The model as ``transformers`` loads it, whole and in float32; of quantised files with their numbers."""
     source = find_base(path)
-    if source.gguf is not None or loading.is_held_quantised(source):
-        return loading.load_base(path, dtype=torch.float32)
+    if source.gguf is not None or is_held_quantised(source):
+        return load.load_base(path)
     return auto_class(source.config).from_pretrained(path, dtype=torch.float32).eval()
 
 
@@ -58,12 +58,11 @@ def loaded(section, kind, widths, directory, monkeypatch):
     ``transformers`` and the check of memory say."""
     named = []
 
-    def note(name, engine, bytes_for, *others):
-        named.append(bytes_for(engine))
-        held_sizes.check_fits(name, engine, bytes_for, *others)
+    def note(weights, engine):
+        named.append(plan.num_bytes(plan.planned(weights, engine)))
+        plan.check_fits(weights, engine)
 
-    monkeypatch.setattr(loading, "check_fits", note)
-    monkeypatch.setattr(quantised_loading, "check_fits", note)
+    monkeypatch.setattr(load, "check_fits", note)
     torch.manual_seed(5)
     path = KINDS[section][kind](directory, widths)
     model = MedusaModel.from_pretrained(path, engine="packed")
@@ -80,13 +79,13 @@ def loaded(section, kind, widths, directory, monkeypatch):
     for drafter in ("plain", OracleDrafter(reference.tolist(), tree, hit_rate=0.8)):
         assert model.generate(ids, **GREEDY, drafter=drafter).tolist() == reference.tolist(), drafter
     files = [each for each in directory.iterdir() if each.suffix in (".safetensors", ".bin", ".gguf")]
-    (said,) = named
+    said = named[0]  # the others are of what it is held against
     return Loaded(sum(each.stat().st_size for each in files), said, bytes_held(model.engine_base, model.base))
 
 
 def check_memory(sizes, kind):
     """What was named is what is held."""
-    assert sizes.named / 1.1 < sizes.held < sizes.named * 1.1
+    assert sizes.held == sizes.named
     is_twice = any(name in kind for name in ("FP8", "Q2_K", "tied"))
     assert sizes.held < (TWICE if is_twice else WIDER) * sizes.in_files
 
@@ -96,6 +95,12 @@ def test_a_kind_loads_by_its_name_exactly_and_in_the_memory_that_was_named(
     section, kind, tmp_path, monkeypatch
 ):
     check_memory(loaded(section, kind, TINY, tmp_path, monkeypatch), kind)
+
+
+@pytest.mark.parametrize(("section", "kind"), NAMED)
+def test_int8_takes_the_memory_that_is_named_too(section, kind, tmp_path):
+    path = KINDS[section][kind](tmp_path, TINY)
+    assert bytes_held(load.load_base(path, "int8")) == plan.held_bytes(find_base(path), "int8")
 
 
 def rows_of_page():

@@ -39,14 +39,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from medusa import CandidateTree, MedusaModel
 from medusa.base import architecture_check
 from medusa.base.causal_lm import embedding_rows, lm_head
-from medusa.base.loading import find_base, load_base
-from medusa.base.stored_weights import StoredWeights
-from medusa.base.text_part import empty_model
+from medusa.base.loading import find_base
 from medusa.drafters.registry import DrafterFactory, DrafterSettings
-from medusa.engine import file_weights, held_sizes, kernels, loading
-from medusa.engine.held_sizes import HeldSizes
-from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_as, view_of
+from medusa.engine.weights import forms, load, memory, plan
+from medusa.engine.weights.load import load_base
 from medusa.heads.fingerprint import BaseFingerprint
 
 pytestmark = needs_kernels
@@ -76,7 +73,7 @@ def saved(model, directory, dtype=torch.bfloat16):
 def test_what_is_packed_as_it_is_read_computes_what_a_view_of_the_loaded_base_does(tmp_path, name, engine):
     directory = saved(MODELS[name](), tmp_path)
     ordinary = load_base(directory, dtype=torch.float32)
-    view, base = view_of(ordinary, engine == "int8"), load_for_engine(directory, engine)
+    view, base = view_of(ordinary, engine == "int8"), load_base(directory, engine)
     assert packed_as(base) == engine and base.dtype == torch.float32
     expected = dict(ordinary.named_buffers())
     found = {key.replace("._of.", "."): each for key, each in base.named_buffers()}
@@ -88,6 +85,28 @@ def test_what_is_packed_as_it_is_read_computes_what_a_view_of_the_loaded_base_do
     with torch.no_grad():
         assert torch.equal(base(ids).logits, view(ids).logits)
     assert BaseFingerprint.of(ordinary).difference(base) is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "named", "dtype", "held"),
+    [
+        ("eager", None, torch.float32, None),
+        ("eager", "auto", torch.bfloat16, None),
+        ("packed", None, torch.float32, "packed"),
+        ("packed", "float32", torch.float32, "packed"),
+        ("int8", torch.float32, torch.float32, "int8"),
+        ("packed", "bfloat16", torch.bfloat16, None),
+    ],
+)
+@pytest.mark.parametrize("has_layers", [True, False])
+def test_an_engine_holds_a_base_in_float32_and_any_other_type_is_as_it_is_named(
+    tmp_path, engine, named, dtype, held, has_layers
+):
+    directory = saved(tiny_model("llama"), tmp_path)
+    base = load_base(directory, engine, "cpu", named, layers=has_layers)
+    assert base.dtype == dtype and packed_as(base) == held
+    assert len(base.model.layers) == (2 if has_layers else 0)
+    assert base.config.num_hidden_layers == 2, "as of the whole model"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -105,7 +124,7 @@ def test_weights_of_two_precisions_are_held_exactly(tmp_path):
         with torch.no_grad():
             finer.float().weight.add_(2.0**-20)
     base.save_pretrained(tmp_path)
-    packed, ids = load_for_engine(tmp_path, "packed"), random_prompts(1, 9)
+    packed, ids = load_base(tmp_path, "packed"), random_prompts(1, 9)
     assert packed.model.layers[0].mlp.down_proj.panels.dtype == torch.float32
     attention = packed.model.layers[1].self_attn
     assert attention.v_proj.panels.dtype == torch.float32
@@ -120,7 +139,7 @@ def test_weights_of_two_precisions_are_held_exactly(tmp_path):
 def test_every_form_of_the_base_drafts_where_it_is_held_once(tmp_path, engine, drafter):
     directory = saved(tiny_model("llama"), tmp_path)
     chat_tokenizer().save_pretrained(directory)
-    model = MedusaModel(load_for_engine(directory, engine), random_heads(), engine=engine)
+    model = MedusaModel(load_base(directory, engine), random_heads(), engine=engine)
     made = DrafterFactory(model, DrafterSettings(exit_layer=1, draft_model=str(directory))).make(drafter)
     ids = random_prompts(1, 9)
     plain = model.generate(ids, **GREEDY, tree=CandidateTree.chain(0))
@@ -149,7 +168,7 @@ def test_a_base_that_is_held_once_says_so_where_its_weights_are_asked_for(tmp_pa
 def test_rows_of_embeddings_are_those_of_the_file(tmp_path):
     model = GPTNeoXForCausalLM(tiny_model("gpt-neox").config)
     directory = saved(model, tmp_path)
-    base, ordinary = load_for_engine(directory, "int8"), load_base(directory, dtype=torch.float32)
+    base, ordinary = load_base(directory, "int8"), load_base(directory, dtype=torch.float32)
     for ours, theirs in (
         (base.get_input_embeddings(), ordinary.get_input_embeddings()),
         (lm_head(base), lm_head(ordinary)),
@@ -159,33 +178,27 @@ def test_rows_of_embeddings_are_those_of_the_file(tmp_path):
         assert ours.weight.shape == theirs.weight.shape and ours.weight.dtype == torch.float32
 
 
-def sizes_of(directory):
-    source = find_base(directory)
-    model = empty_model(source.config)
-    return HeldSizes.of(model, StoredWeights.of(source, model), is_beside=False)
-
-
 def test_a_start_that_must_fail_for_memory_says_what_would_fit(tmp_path, monkeypatch):
     directory = saved(tiny_model("llama"), tmp_path)
-    enough = sizes_of(directory).bytes_for("packed")
-    monkeypatch.setattr(held_sizes, "SPARE_BYTES", 0)
-    monkeypatch.setattr(held_sizes, "available_memory", lambda: enough)
-    load_for_engine(directory, "packed")
-    monkeypatch.setattr(held_sizes, "available_memory", lambda: enough - 1)
-    monkeypatch.setattr(loading, "load_base", lambda *given, **named: pytest.fail("it was loaded"))
+    enough = plan.held_bytes(find_base(directory), "packed")
+    monkeypatch.setattr(plan, "SPARE_BYTES", 0)
+    monkeypatch.setattr(plan, "available_memory", lambda: enough)
+    load_base(directory, "packed")
+    monkeypatch.setattr(plan, "available_memory", lambda: enough - 1)
+    monkeypatch.setattr(load, "load_by_transformers", lambda *given: pytest.fail("it was loaded"))
     with pytest.raises(MemoryError, match=r"takes 0\.\d GB with engine='packed'.* fits is engine='int8'"):
-        load_for_engine(directory, "auto")
-    monkeypatch.setattr(held_sizes, "available_memory", lambda: 1)
+        load_base(directory, "auto")
+    monkeypatch.setattr(plan, "available_memory", lambda: 1)
     with pytest.raises(MemoryError, match=r"engine='eager', and .* no engine holds it"):
-        load_for_engine(directory, "eager")
+        load_base(directory, "eager")
 
 
 @pytest.mark.parametrize("engine", ["packed", "int8"])
 @pytest.mark.parametrize("in_twelve", [False, True], ids=["sixteen", "twelve"])
 def test_large_matrices_take_the_memory_that_is_named(large, engine, in_twelve, monkeypatch):
-    monkeypatch.setattr(kernels, "_twelve_bits", in_twelve)
-    named = sizes_of(large[0]).bytes_for(engine)
-    assert named / 1.1 < bytes_held(load_for_engine(large[0], engine)) < 1.1 * named
+    monkeypatch.setattr(forms, "_twelve_bits", in_twelve)
+    named = plan.held_bytes(find_base(large[0]), engine)
+    assert bytes_held(load_base(large[0], engine)) == named
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
@@ -238,7 +251,7 @@ def test_a_damaged_file_is_refused_in_words(tmp_path, content):
     directory = saved(tiny_model("llama"), tmp_path)
     (directory / WEIGHTS).write_bytes(content)
     with pytest.raises(ValueError, match=r"weights of base .* a safetensors file is damaged .* download it"):
-        load_for_engine(directory, "packed")
+        load_base(directory, "packed")
 
 
 def test_a_base_that_is_held_once_is_neither_saved_nor_cast(tmp_path):
@@ -257,22 +270,23 @@ def test_pages_of_a_file_from_the_hub_are_given_back_too(tmp_path):
     directory = saved(tiny_model("llama"), tmp_path)
     blob = (directory / WEIGHTS).rename(tmp_path / "0123abc")
     (directory / WEIGHTS).symlink_to(blob)
-    base = load_for_engine(directory, "packed")
+    base = load_base(directory, "packed")
     start = embedding_rows(base.get_input_embeddings()).data_ptr()
-    assert any(low <= start < high for low, high in file_weights._mapped_files())
+    assert any(low <= start < high for low, high in memory._mapped_files())
 
 
 PEAK = """
 import json, sys
-from medusa.engine.kernels import lanes, uses_twelve_bits
-from medusa.engine.loading import load_for_engine
+from medusa.engine.kernels import lanes
+from medusa.engine.weights.forms import uses_twelve_bits
+from medusa.engine.weights.load import load_base
 lanes(), uses_twelve_bits()  # which a first start compiles and measures
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # the peak is what is held now, and not what that measuring took
 def kilobytes(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
 before = kilobytes("VmRSS")
-base = load_for_engine(sys.argv[1], sys.argv[2])
+base = load_base(sys.argv[1], sys.argv[2])
 print(json.dumps({"peak": 1024 * (kilobytes("VmHWM") - before)}))
 """
 
@@ -292,7 +306,7 @@ def large(tmp_path_factory):
     return directory, sum(parameter.nbytes for parameter in base.parameters())
 
 
-@pytest.mark.parametrize("load", [load_base, functools.partial(load_for_engine, engine="packed")])
+@pytest.mark.parametrize("load", [load_base, functools.partial(load_base, engine="packed")])
 @pytest.mark.parametrize("ending", ["safetensors", "bin"])
 def test_a_file_that_the_index_names_and_that_is_not_there_is_named(tmp_path, load, ending):
     if ending == "bin":
@@ -306,7 +320,7 @@ def test_a_file_that_the_index_names_and_that_is_not_there_is_named(tmp_path, lo
         load(directory)
 
 
-@pytest.mark.parametrize("load", [load_base, functools.partial(load_for_engine, engine="packed")])
+@pytest.mark.parametrize("load", [load_base, functools.partial(load_base, engine="packed")])
 def test_weights_of_other_shapes_than_the_configuration_says_are_refused_in_words(tmp_path, load):
     """Such as rows of tokens that were added to the embedding and not to ``vocab_size``."""
     directory = saved(tiny_model("llama"), tmp_path)
@@ -327,7 +341,7 @@ def test_a_base_is_held_once_while_it_is_loaded_too(large, engine, factor):
     assert peak < factor * size + 40e6, f"{peak / size:.2f} of the file"
 
 
-@pytest.mark.parametrize("load", [load_base, functools.partial(load_for_engine, engine="packed")])
+@pytest.mark.parametrize("load", [load_base, functools.partial(load_base, engine="packed")])
 def test_a_base_without_an_lm_head_in_its_files_is_refused(tmp_path, load):
     save_chat_model(tmp_path)
     chat_base().model.save_pretrained(tmp_path / "headless")
@@ -336,7 +350,7 @@ def test_a_base_without_an_lm_head_in_its_files_is_refused(tmp_path, load):
         load(tmp_path / "headless")
 
 
-@pytest.mark.parametrize("load", [load_base, functools.partial(load_for_engine, engine="packed")])
+@pytest.mark.parametrize("load", [load_base, functools.partial(load_base, engine="packed")])
 def test_a_base_without_a_weight_in_its_files_is_refused(tmp_path, load):
     """Such as a quantised directory whose settings are in a file of their own (quantize_config.json)."""
     directory = saved(tiny_model("llama"), tmp_path)
@@ -352,10 +366,12 @@ def test_a_base_without_a_weight_in_its_files_is_refused(tmp_path, load):
 
 def test_masks_of_truth_values_are_named_with_a_byte_each(tmp_path):
     config = {"vocab_size": 61, "n_embd": 32, "n_head": 4, "n_layer": 1}
-    sizes = [
-        sizes_of(saved(GPTBigCodeForCausalLM(GPTBigCodeConfig(**config, n_positions=length)), tmp_path))
-        for length in (64, 1024)
-    ]
     positions = 32 * 2 * (1024 - 64)
-    short, long = (each.bytes_for("packed") for each in sizes)
+    short, long = (
+        plan.held_bytes(
+            find_base(saved(GPTBigCodeForCausalLM(GPTBigCodeConfig(**config, n_positions=length)), tmp_path)),
+            "packed",
+        )
+        for length in (64, 1024)
+    )
     assert long - short == 1024**2 - 64**2 + positions

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from conftest import needs_kernels
 
-from medusa.engine.kernels import PackedMatmul
-from medusa.engine.packed_columns import PackedColumns, PackedColumnsOfHeads
+from medusa.engine.weights.columns import PackedColumns, PackedColumnsOfHeads
+from medusa.engine.weights.products import PackedMatmul
 
 pytestmark = needs_kernels
 

@@ -9,9 +9,10 @@ from gguf import GGMLQuantizationType as Type
 from quantised_files import random_rows
 from torch import nn
 
-from medusa.engine.group_quantised import GroupQuantisedMatmul, QuantisedRows
-from medusa.engine.kernels import PackedMatmul, kernels_unsupported_reason
-from medusa.engine.packed_experts import RouterWeight, padded_rows
+from medusa.engine.kernels import kernels_unsupported_reason
+from medusa.engine.weights.experts import RouterWeight
+from medusa.engine.weights.products import GroupQuantisedMatmul, PackedMatmul
+from medusa.engine.weights.stored import QuantisedRows, padded_rows
 
 pytestmark = needs_kernels
 NUM_EXPERTS, NUM_OUTPUTS, NUM_INPUTS = 6, 96, 512

@@ -15,14 +15,13 @@ from quantised_files import VOCAB_SIZE, write_model
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.attention import TREE_ATTENTION
 from medusa.base.causal_lm import lm_head, rows_at
-from medusa.base.loading import find_base, load_base
+from medusa.base.loading import find_base
 from medusa.engine import views
 from medusa.engine.compiled import CompiledPass, library_paths
 from medusa.engine.engine_state import apply_engine
-from medusa.engine.group_quantised import GroupQuantisedMatmul
-from medusa.engine.kernels import PackedMatmul
-from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_bytes
+from medusa.engine.weights.load import load_base
+from medusa.engine.weights.products import GroupQuantisedMatmul, PackedMatmul
 from medusa.heads.fingerprint import BaseFingerprint
 from medusa.heads.stored_types import stored, widened
 
@@ -62,10 +61,10 @@ def heads_for(path, **more):
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3", "qwen3moe", "gpt-oss"])
 def test_in_float32_a_base_is_the_widened_one(architecture, files):
     path = files(architecture)
-    wide, packed = load_base(path), load_for_engine(path, "packed")
+    wide, packed = load_base(path), load_base(path, "packed")
     ids = prompts()["input_ids"]
     torch.testing.assert_close(packed(ids).logits, wide(ids).logits, atol=1e-4, rtol=1e-4)
-    in_whole_numbers = load_for_engine(path, "auto")(ids).logits
+    in_whole_numbers = load_base(path, "auto")(ids).logits
     assert not torch.allclose(in_whole_numbers, wide(ids).logits, atol=1e-4)
 
 
@@ -92,7 +91,7 @@ def test_a_tested_mixture_takes_the_kernels_attention_without_a_trial(
 ):
     fails = "rows that are rounded to 8 bits may choose other experts"
     monkeypatch.setattr(views, "verification_error", lambda view: fails)
-    base = load_for_engine(files(architecture, mixture), "auto")
+    base = load_base(files(architecture, mixture), "auto")
     assert base.config._attn_implementation in TREE_ATTENTION.values()
 
 
@@ -104,7 +103,7 @@ def test_experts_that_lack_a_tensor_are_refused_by_name(engine, missing, files):
     with pytest.raises(
         ValueError, match=r"has no place in|must have a tensor for 'model.layers.1.mlp.experts"
     ):
-        load_for_engine(source, engine)
+        load_base(source, engine)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
@@ -135,7 +134,7 @@ def test_no_draft_changes_the_text(architecture, mixture, engine, sampling, file
 
 def test_compiled_steps_write_the_text_of_general_ones_with_any_draft(files):
     """Rows of float32 are compiled in the tests of directories, which hold the same kind of matrices."""
-    base = load_for_engine(files("qwen2", "Q4_K_M", num_layers=4), "int8")
+    base = load_base(files("qwen2", "Q4_K_M", num_layers=4), "int8")
     model = MedusaModel(
         base, heads_for(files("qwen2"), reads_path=True), BUSHY, engine="int8", step="compiled"
     )
@@ -160,7 +159,7 @@ def test_heads_that_a_file_holds_in_four_bits_draft_in_these_and_by_the_kernels(
         parameter.data.normal_(std=0.05)
         if parameter.dim() == 2:
             parameter.data = in_four_bits(parameter.data)
-    model = MedusaModel(load_for_engine(path, "auto"), heads, BUSHY, engine="auto")
+    model = MedusaModel(load_base(path, "auto"), heads, BUSHY, engine="auto")
     quick = model.optimized_heads
     products = [module for module in quick.modules() if isinstance(module, PackedMatmul)]
     assert sorted({product.number_format for product in products}) == ["Q4_0", "Q6_K"]
@@ -173,7 +172,7 @@ def test_heads_that_a_file_holds_in_four_bits_draft_in_these_and_by_the_kernels(
 
 
 def test_layers_of_any_mixture_share_their_library(files, capsys):
-    first = apply_engine(load_for_engine(files("qwen2", "Q4_K_M", num_layers=4), "auto"), "auto")
+    first = apply_engine(load_base(files("qwen2", "Q4_K_M", num_layers=4), "auto"), "auto")
     CompiledPass(first)
     paths = library_paths(first)
     assert len(paths) == 3, "the ends, and one for all layers, of which some hold Q6_K"
@@ -185,13 +184,13 @@ def test_layers_of_any_mixture_share_their_library(files, capsys):
         Type.Q4_K,
         num_layers=4,
     )
-    second = apply_engine(load_for_engine(other, "packed"), "packed")
+    second = apply_engine(load_base(other, "packed"), "packed")
     assert set(library_paths(second)) & set(paths), "one for the layers of both"
 
 
 def test_what_is_held_is_what_the_file_has(files):
     path = files("llama", "Q4_K_M", is_tied=False)
-    base, file = load_for_engine(path, "auto"), find_base(path).gguf
+    base, file = load_base(path, "auto"), find_base(path).gguf
     held = packed_bytes(base)
     assert set(held) == {"Q4_K", "Q6_K"}
     matrices = [each for each in file.tensors.values() if len(each.shape) == 2]
@@ -206,7 +205,7 @@ def test_what_is_held_is_what_the_file_has(files):
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_matrices_that_are_no_quants_are_packed_without_being_widened(kind, is_tied, tmp_path, capsys):
     path = write_model(tmp_path / "plain.gguf", "llama", kind, kind, is_tied=is_tied)
-    widened, base = load_base(path), load_for_engine(path, "auto")
+    widened, base = load_base(path), load_base(path, "auto")
     name = {Type.BF16: "bfloat16", Type.F16: "float16", Type.F32: "float32"}[kind]
     assert {each.removesuffix(" in 12 bits") for each in packed_bytes(base)} == {name}
     ids = prompts()["input_ids"]
@@ -224,14 +223,14 @@ def test_what_must_be_widened_is_told(tmp_path, capsys):
     at = raw.index(name) + len(name) + 4 + 16
     assert raw[at : at + 4] == int(Type.Q6_K).to_bytes(4, "little")
     other.write_bytes(raw[:at] + int(Type.IQ3_S).to_bytes(4, "little") + raw[at + 4 :])
-    base = load_for_engine(other, "auto")
+    base = load_base(other, "auto")
     assert "1 tensor of type IQ3_S, widened to float32: " in capsys.readouterr().err
     assert {"Q6_K", "Q8_0"} < set(packed_bytes(base))
 
 
 def test_rows_of_the_lm_head_are_those_of_the_file(files):
     for path in (files("llama", "Q4_K_M", is_tied=False), files("qwen2", "Q5_0")):
-        widened, base = load_base(path), load_for_engine(path, "auto")
+        widened, base = load_base(path), load_base(path, "auto")
         ids = torch.tensor([[0, 259], [7, 7]])
         assert torch.equal(rows_at(lm_head(base), ids), widened.lm_head.weight[ids])
         assert torch.equal(base.get_input_embeddings()(ids), widened.get_input_embeddings()(ids))
@@ -239,14 +238,14 @@ def test_rows_of_the_lm_head_are_those_of_the_file(files):
 
 def test_heads_of_the_widened_base_know_the_file_for_the_same_model_and_the_other_way_round(files):
     path = files("llama", "Q4_K_M")
-    widened, held = load_base(path), load_for_engine(path, "auto")
+    widened, held = load_base(path), load_base(path, "auto")
     assert BaseFingerprint.of(widened).difference(held) is None
     assert BaseFingerprint.of(held).difference(widened) is None
     rounded = load_base(path)
     with torch.no_grad():  # as four bits round: by less than a tenth
         rounded.lm_head.weight *= 1 + 0.08 * torch.randn_like(rounded.lm_head.weight)
     assert BaseFingerprint.of(held).difference(rounded) is None
-    other = load_for_engine(write_model(path.with_name("another.gguf"), seed=9), "auto")
+    other = load_base(write_model(path.with_name("another.gguf"), seed=9), "auto")
     assert "away from theirs" in BaseFingerprint.of(held).difference(other)
 
 
@@ -269,22 +268,20 @@ def test_factors_of_rotary_frequencies_in_the_file_are_used(tmp_path, files):
     assert torch.allclose(
         scaled.model.rotary_emb.inv_freq, without.model.rotary_emb.inv_freq / torch.linspace(1, 8, 32)
     )
-    assert torch.equal(
-        load_for_engine(path, "auto").model.rotary_emb.inv_freq, scaled.model.rotary_emb.inv_freq
-    )
+    assert torch.equal(load_base(path, "auto").model.rotary_emb.inv_freq, scaled.model.rotary_emb.inv_freq)
 
 
 def test_too_little_memory_is_said_before_anything_is_read(files, monkeypatch):
-    monkeypatch.setattr("medusa.engine.held_sizes.available_memory", lambda: 2**20)
+    monkeypatch.setattr("medusa.engine.weights.plan.available_memory", lambda: 2**20)
     with pytest.raises(
         MemoryError, match=r"takes 0\.\d GB with engine='auto', and 0.0 GB of memory are free"
     ):
-        load_for_engine(files(), "auto")
+        load_base(files(), "auto")
 
 
 def test_pages_of_the_file_are_given_back(files):
     path = files("llama", "Q4_K_M", num_layers=6)
-    base = load_for_engine(path, "auto")
+    base = load_base(path, "auto")
     gc.collect()
     mapped = 0
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())

@@ -31,10 +31,10 @@ from safetensors import safe_open
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.base.causal_lm import end_ids, lm_head, rows_at
-from medusa.base.loading import find_base, load_base
-from medusa.engine.group_quantised import GroupQuantisedMatmul
-from medusa.engine.loading import load_for_engine
-from medusa.engine.views import JoinedLinear, packed_as, packed_bytes
+from medusa.base.loading import find_base
+from medusa.engine.views import packed_as, packed_bytes
+from medusa.engine.weights.load import load_base
+from medusa.engine.weights.products import GroupQuantisedMatmul, JoinedLinear
 from medusa.heads.fingerprint import BaseFingerprint
 
 pytestmark = needs_kernels
@@ -80,9 +80,9 @@ def test_a_base_is_the_widened_one_with_every_engine(form, directories):
     ids = prompts()["input_ids"]
     wanted = expected(ids).logits
     torch.testing.assert_close(load_base(path)(ids).logits, wanted)
-    torch.testing.assert_close(load_for_engine(path, "eager")(ids).logits, wanted)
-    torch.testing.assert_close(load_for_engine(path, "packed")(ids).logits, wanted, atol=1e-5, rtol=1e-5)
-    error = (load_for_engine(path, "auto")(ids).logits - wanted).norm() / wanted.norm()
+    torch.testing.assert_close(load_base(path, "eager")(ids).logits, wanted)
+    torch.testing.assert_close(load_base(path, "packed")(ids).logits, wanted, atol=1e-5, rtol=1e-5)
+    error = (load_base(path, "auto")(ids).logits - wanted).norm() / wanted.norm()
     assert (1e-3 < error < 0.04) if form in WHOLE else error < 1e-5, "FP8 is no whole number"
 
 
@@ -92,7 +92,7 @@ def test_a_base_is_the_widened_one_with_every_engine(form, directories):
 )
 def test_biases_and_what_is_not_quantised_stay_as_they_are(form, is_tied, directories):
     path, expected = directories(form, "qwen2", is_tied=is_tied)
-    base, ids = load_for_engine(path, "packed"), prompts()["input_ids"]
+    base, ids = load_base(path, "packed"), prompts()["input_ids"]
     assert expected.model.layers[0].self_attn.q_proj.bias.abs().max() > 0.05
     torch.testing.assert_close(base(ids).logits, expected(ids).logits, atol=1e-5, rtol=1e-5)
     assert torch.equal(base.get_input_embeddings()(ids), expected.get_input_embeddings()(ids))
@@ -117,7 +117,7 @@ def test_zeros_of_older_files_and_tensors_without_a_use_are_read_too(directories
     write_directory(tmp_path / "other", "w4a16, zeros")
     save_tensors(tmp_path / "other", tensors)
     ids = prompts()["input_ids"]
-    logits = load_for_engine(tmp_path / "other", "packed")(ids).logits
+    logits = load_base(tmp_path / "other", "packed")(ids).logits
     torch.testing.assert_close(logits, expected(ids).logits, atol=1e-5, rtol=1e-5)
 
 
@@ -125,7 +125,7 @@ def test_zeros_of_older_files_and_tensors_without_a_use_are_read_too(directories
 def test_layers_that_read_one_input_share_a_product_where_their_inputs_have_one_order(directories):
     for form, are_joined in [("gptq", True), ("gptq, order", True), ("gptq, orders", False)]:
         path, _ = directories(form)
-        attention = load_for_engine(path, "auto").model.layers[0].self_attn
+        attention = load_base(path, "auto").model.layers[0].self_attn
         assert isinstance(attention.q_proj, JoinedLinear) == are_joined
         assert isinstance(attention.o_proj, GroupQuantisedMatmul)
         assert (attention.o_proj.input_order is None) == (form == "gptq")
@@ -139,7 +139,7 @@ def test_scales_that_only_float32_holds_are_not_rounded(directories, tmp_path, c
     tensors[f"{name}.weight_scale"] = tensors[f"{name}.weight_scale"].float() * factor
     write_directory(tmp_path / "other", "w4a16")
     save_tensors(tmp_path / "other", tensors)
-    base = load_for_engine(tmp_path / "other", "auto")
+    base = load_base(tmp_path / "other", "auto")
     assert "1 weight widened to float32" in capsys.readouterr().err.replace("\n", " ")
     numbers = expected.get_submodule(name).weight * factor
     assert torch.equal(base.get_submodule(name).unpacked(), numbers)
@@ -171,7 +171,7 @@ def test_a_quantised_lm_head_is_held_too_and_its_rows_can_be_looked_up(form, hea
     del tensors["lm_head.weight"]
     save_tensors(path, tensors | {f"lm_head.{part}": each.contiguous() for part, each in parts.items()})
     expected.lm_head.weight.copy_(numbers)
-    base = load_for_engine(path, "packed")
+    base = load_base(path, "packed")
     assert held in packed_bytes(base)
     torch.testing.assert_close(base(ids).logits, expected(ids).logits, atol=1e-5, rtol=1e-5)
     assert torch.equal(rows_at(lm_head(base), ids).float(), numbers[ids])
@@ -191,7 +191,7 @@ def test_a_quantised_lm_head_is_held_too_and_its_rows_can_be_looked_up(form, hea
 )
 def test_whole_numbers_are_multiplied_by_themselves_and_fp8_as_bfloat16_is(form, engine, held, directories):
     path, expected = directories(form)
-    base, ids = load_for_engine(path, engine), prompts()["input_ids"]
+    base, ids = load_base(path, engine), prompts()["input_ids"]
     assert packed_as(base) == held
     assert ("4 bits" in packed_bytes(base)) == (form == "w4a16")
     error = (base(ids).logits - expected(ids).logits).norm() / expected(ids).logits.norm()
@@ -222,7 +222,7 @@ def test_no_draft_changes_the_text(form, architecture, engine, sampling, directo
 
 def test_compiled_steps_write_the_text_of_general_ones_with_any_draft(directories):
     """With inputs in an order, which no GGUF file has; other engines and forms compile as those of a file."""
-    base = load_for_engine(directories("gptq, order")[0], "packed")
+    base = load_base(directories("gptq, order")[0], "packed")
     heads = MedusaHeads(HeadsConfig(HIDDEN, VOCAB_SIZE, num_heads=4))
     model = MedusaModel(base, heads, BUSHY, engine="packed", step="compiled")
     batch, call = prompts(2), {"max_new_tokens": 16, "do_sample": True, "seed": 1}
@@ -238,7 +238,7 @@ def test_compiled_steps_write_the_text_of_general_ones_with_any_draft(directorie
 @pytest.mark.parametrize("form", ["gptq, order", "w4a16", "w8a8"])
 def test_what_is_held_is_what_the_files_have(form, directories):
     path, _ = directories(form, num_layers=6)
-    base = load_for_engine(path, "auto")
+    base = load_base(path, "auto")
     layers = [part.num_bytes for name, part in stored(path).items() if ".layers." in name]
     products = [module for module in base.modules() if isinstance(module, GroupQuantisedMatmul)]
     assert sum(module.panels.nbytes for module in products) < 1.25 * sum(layers) + 2**16
@@ -260,10 +260,10 @@ def stored(path):
 
 
 def test_too_little_memory_is_said_before_anything_is_read(directories, monkeypatch):
-    monkeypatch.setattr("medusa.engine.held_sizes.available_memory", lambda: 2**20)
+    monkeypatch.setattr("medusa.engine.weights.plan.available_memory", lambda: 2**20)
     for engine in ("auto", "eager"):
         with pytest.raises(MemoryError, match=rf"takes 0\.\d GB with engine='{engine}', and 0.0 GB"):
-            load_for_engine(directories("gptq")[0], engine)
+            load_base(directories("gptq")[0], engine)
 
 
 @torch.no_grad()
@@ -275,12 +275,12 @@ def test_biases_of_zeros_that_older_files_of_gptq_have_are_left_out(directories,
         tensors[name.replace("qweight", "bias")] = torch.zeros(tensors[name].shape[1])
     save_tensors(tmp_path, tensors)
     ids = prompts()["input_ids"]
-    logits = load_for_engine(tmp_path, "packed")(ids).logits
+    logits = load_base(tmp_path, "packed")(ids).logits
     torch.testing.assert_close(logits, expected(ids).logits, atol=1e-5, rtol=1e-5)
     tensors[f"{NAME}.bias"][3] = 0.1
     save_tensors(tmp_path, tensors)
     with pytest.raises(ValueError, match=rf"tensor '{NAME}.bias' \(1 in all\) has no place"):
-        load_for_engine(tmp_path, "packed")
+        load_base(tmp_path, "packed")
 
 
 @torch.no_grad()
@@ -292,7 +292,7 @@ def test_of_a_model_of_images_the_text_part_is_held_whatever_its_tensors_were_ca
     quantise_saved(tmp_path / "quantised", "awq", tmp_path / "numbers")
     ids = torch.arange(2, 11)[None]
     expected = load_base(tmp_path / "numbers", dtype=torch.float32)(ids).logits
-    for load in (functools.partial(load_for_engine, engine="packed"), load_base):
+    for load in (functools.partial(load_base, engine="packed"), load_base):
         base = load(tmp_path / "quantised")
         torch.testing.assert_close(base(ids).logits, expected, atol=1e-4, rtol=1e-4)
         assert not [name for name, _ in base.named_parameters() if "vision" in name or "visual" in name]
@@ -311,7 +311,7 @@ def asked(tmp_path, form="gptq", settings=None, change=None):
         save_tensors(path, tensors)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("medusa.base.quantised_directory.QuantisedDirectory.parts", None)
-        load_for_engine(path, "auto")
+        load_base(path, "auto")
 
 
 NAME = "model.layers.1.mlp.up_proj"
@@ -428,7 +428,7 @@ def test_a_damaged_file_is_one_sentence(tmp_path):
     file = next((tmp_path / "model").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:200])
     with pytest.raises(ValueError, match="a safetensors file is damaged"):
-        load_for_engine(tmp_path / "model", "auto")
+        load_base(tmp_path / "model", "auto")
 
 
 def test_a_directory_without_safetensors_is_refused(tmp_path):
@@ -438,7 +438,7 @@ def test_a_directory_without_safetensors_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"awq in 4 bits, groups of 128.*safetensors files, of which it has none"
     ):
-        load_for_engine(tmp_path / "model", "auto")
+        load_base(tmp_path / "model", "auto")
 
 
 def test_an_adapter_beside_quantised_weights_is_not_left_out_quietly(tmp_path):
@@ -446,11 +446,11 @@ def test_an_adapter_beside_quantised_weights_is_not_left_out_quietly(tmp_path):
     (tmp_path / "model" / "adapter_config.json").write_text("{}")
     for engine in ("auto", "eager"):
         with pytest.raises(ValueError, match=r"has an adapter beside its weights \(adapter_config.json\)"):
-            load_for_engine(tmp_path / "model", engine)
+            load_base(tmp_path / "model", engine)
 
 
 def test_other_methods_are_left_to_transformers(tmp_path):
     write_directory(tmp_path / "model", "gptq", settings={"quant_method": "hqq", "quant_config": {}})
     with pytest.raises((ImportError, ValueError), match=r"(?i)hqq"):
-        load_for_engine(tmp_path / "model", "auto")
+        load_base(tmp_path / "model", "auto")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]

@@ -16,8 +16,7 @@ from test_group_quantised import NUM_INPUTS, quantised
 
 from medusa.base.attention import seen_slots
 from medusa.engine import kernels
-from medusa.engine.group_quantised import GroupQuantisedMatmul
-from medusa.engine.kernels import PackedMatmul
+from medusa.engine.weights.products import GroupQuantisedMatmul, PackedMatmul
 from medusa.trees.candidate_tree import TreeTopology
 
 pytestmark = needs_kernels

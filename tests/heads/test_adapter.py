@@ -31,10 +31,11 @@ from medusa import (
     load_heads,
     save_heads,
 )
-from medusa.base.loading import load_base, load_tokenizer
+from medusa.base.loading import load_tokenizer
 from medusa.cli.main import main
-from medusa.engine.kernels import PackedLinear
 from medusa.engine.views import packed_unsupported_reason
+from medusa.engine.weights.load import load_base
+from medusa.engine.weights.products import PackedMatmul
 from medusa.heads.adapter import folded
 from medusa.training.config import JointOptions
 from medusa.training.recipes.joint import TrainedAdapter
@@ -97,7 +98,7 @@ def test_sampling_draws_the_tokens_that_the_adapted_model_would(saved, engine):
 def test_packing_folds_the_adapter_into_the_packed_weights_and_leaves_the_base_alone(saved):
     """Two more products a layer would cost a third of a step."""
     model = MedusaModel.from_pretrained(*saved, engine="packed")
-    assert isinstance(model.engine_base.model.layers[0].self_attn.o_proj, PackedLinear)
+    assert isinstance(model.engine_base.model.layers[0].self_attn.o_proj, PackedMatmul)
     query = model.base.model.layers[0].self_attn.q_proj
     assert type(query.base_layer) is torch.nn.Linear
     assert torch.equal(query.base_layer.weight, chat_base().model.layers[0].self_attn.q_proj.weight)

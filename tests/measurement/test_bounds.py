@@ -7,9 +7,8 @@ from tiny_chat import chat_base, chat_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa import HeadsConfig, MedusaHeads, MedusaModel
-from medusa.base.loading import load_base
-from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_bytes
+from medusa.engine.weights.load import load_base
 from medusa.hardware import DeviceRates
 from medusa.measurement.bounds import (
     best_expected_tokens,
@@ -65,7 +64,7 @@ def test_an_engine_reads_what_it_packed_and_no_less_where_the_base_is_held_once(
     base = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=is_tied)).bfloat16()
     base.save_pretrained(tmp_path)
     view = MedusaModel(load_base(tmp_path, dtype=torch.float32), heads, engine=engine)
-    once = MedusaModel(load_for_engine(tmp_path, engine), heads, engine=engine)
+    once = MedusaModel(load_base(tmp_path, engine), heads, engine=engine)
     assert once.base is once.engine_base and view.base is not view.engine_base
     matrices = [each for name, each in base.named_parameters() if each.dim() == 2 and "embed" not in name]
     numbers = sum(each.numel() for each in matrices) + is_tied * 128 * 64

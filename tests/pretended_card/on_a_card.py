@@ -42,7 +42,6 @@ import pretended_card
 from medusa import CandidateTree, MedusaModel
 from medusa.base.attention import grouped_attention, pinned_attention
 from medusa.base.causal_lm import lm_head_device
-from medusa.base.loading import load_base
 from medusa.decoding.batch import Batch, BatchLimits, Row
 from medusa.decoding.executor import Call, Executor
 from medusa.decoding.state import DecodeRequest
@@ -50,12 +49,13 @@ from medusa.decoding.step import GeneralStepper
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.registry import DrafterFactory, DrafterSettings
+from medusa.engine.weights.load import load_base
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.heads.checkpoint import HeadsCheckpoint
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.training.config import BaseOptions
 from medusa.training.data.batching import PaddedBatch
-from medusa.training.states.base import OnlineHiddenStates, end_on, load_live
+from medusa.training.states.base import OnlineHiddenStates, end_on, live_states
 from pretended_card import PretendedGraph, counts
 
 TREE = CandidateTree.from_paths([(), (0,), (1,), (0, 0), (1, 2), (1, 2, 0)])
@@ -717,7 +717,7 @@ def test_a_gguf_file_teaches_on_a_card(tmp_path):
     path = write_model(tmp_path / "base.gguf", "llama", eight_bits, eight_bits, 128)
     ids = random_prompts(2, 12)
     given = PaddedBatch(ids, torch.arange(12).expand(2, -1), torch.ones_like(ids, dtype=torch.bool))
-    live = load_live(BaseOptions(str(path)), torch.device("cuda"))
+    live = live_states(BaseOptions(str(path)), torch.device("cuda"))
     assert live.base.device.type == "cuda" and live.base.dtype == torch.bfloat16
     assert torch.equal(live(given).cpu(), OnlineHiddenStates(load_base(path, dtype="auto"))(given))
 

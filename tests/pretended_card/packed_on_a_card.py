@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 import pretended_card
 from medusa import CandidateTree, MedusaModel
 from medusa.base.loading import find_base
-from medusa.cli.loading import load_base_on
 from medusa.engine.card.block_modules import QuantisedLinear, QuantisedLookup
 from medusa.engine.card.fused_layer import num_fused
+from medusa.engine.weights.load import load_base
 from pretended_card import PretendedGraph, triton_launches  # noqa: F401
 
 TREE = CandidateTree.from_paths([(0,), (1,), (0, 0), (1, 2)])
@@ -109,17 +109,17 @@ def test_a_file_keeps_its_bits_and_writes_the_text_of_its_widened_weights(file, 
 def test_commands_hold_blocks_only_where_they_are_asked_to(file):
     source = find_base(file)
     card = torch.device("cuda", 0)
-    packed = load_base_on(card, source, "float16", "packed")
+    packed = load_base(source, "packed", card, "float16")
     assert holds_blocks(packed) and packed.dtype == torch.float16
     assert packed.model.rotary_emb.inv_freq.dtype == torch.float32
-    assert load_base_on(card, source, None, "packed").dtype == torch.bfloat16
-    assert not holds_blocks(load_base_on(card, source, None, "auto"))
-    assert not holds_blocks(load_base_on(torch.device("cpu"), source, None, "eager"))
+    assert load_base(source, "packed", card, None).dtype == torch.bfloat16
+    assert not holds_blocks(load_base(source, "auto", card, None))
+    assert not holds_blocks(load_base(source, "eager", torch.device("cpu"), None))
 
 
 def test_without_triton_neither_a_file_nor_a_base_is_taken_for_packed(file, monkeypatch):
     base = base_of("llama").to("cuda")
-    for name in ("loading.triton_unsupported_reason", "card.support.triton_unsupported_reason"):
+    for name in ("weights.load.triton_unsupported_reason", "card.support.triton_unsupported_reason"):
         monkeypatch.setattr(f"medusa.engine.{name}", lambda device: "triton, which is not there")
     for load in (
         lambda: MedusaModel(base, engine="packed"),

@@ -9,7 +9,7 @@ from bench.random_shapes import MIXTURES, SHAPES, write_gguf, write_mixture, wri
 from conftest import needs_kernels, random_prompts
 from tiny_chat import save_chat_model
 
-from medusa.engine.loading import load_for_engine
+from medusa.engine.weights.load import load_base
 
 pytestmark = needs_kernels
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}
@@ -27,7 +27,7 @@ SMALL = {
 
 
 def logits_of(path):
-    base = load_for_engine(path, "auto")
+    base = load_base(path, "auto")
     with torch.no_grad():
         logits = base(random_prompts(1, 5)).logits
     assert logits.isfinite().all()

@@ -17,10 +17,11 @@ from tiny_chat import chat_model
 from tiny_server import Running, chat, client_of, running, wait_until
 
 from medusa import MedusaModel
-from medusa.base.loading import load_base, load_tokenizer
+from medusa.base.loading import load_tokenizer
 from medusa.base.pooling import Pooling
 from medusa.decoding.pooled_states import PooledStates
 from medusa.decoding.scheduler import LEAST_CHUNK, QueueFull
+from medusa.engine.weights.load import load_base
 from medusa.serving.embeddings import EmbeddingLost, EmbeddingQueue, EmbeddingTask
 
 TEXTS = ["Hello", "a longer text about snakes " * 4, "z"]

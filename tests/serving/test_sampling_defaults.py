@@ -8,8 +8,8 @@ from tiny_chat import chat_model
 from tiny_server import HELLO, client_of, expected, running, tiny_service
 from transformers import GenerationConfig
 
-from medusa.base.loading import load_base
 from medusa.base.sampling_advice import SamplingAdvice, sampling_advice
+from medusa.engine.weights.load import load_base
 from medusa.serving import server as serving
 from medusa.serving.chat_requests import ChatRequest
 from medusa.serving.model_pool import ModelPool

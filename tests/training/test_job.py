@@ -449,8 +449,8 @@ def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(train, tmp_path, mo
 def test_training_from_stored_states_has_no_layer_of_the_base_in_memory(train, tmp_path, monkeypatch):
     train(output_dir=tmp_path / "live")
     loaded = []
-    load_live = job.load_live
-    monkeypatch.setattr(job, "load_live", lambda *given: loaded.append(1) or load_live(*given))
+    live_states = job.live_states
+    monkeypatch.setattr(job, "live_states", lambda *given: loaded.append(1) or live_states(*given))
     bases = []
     recipe = job.RECIPES["medusa"]
     monkeypatch.setitem(

@@ -11,16 +11,15 @@ from tiny_chat import chat_tokenizer
 from tiny_training import configuration_of, counting_rows, write_rows
 
 from medusa.base.causal_lm import lm_head
-from medusa.base.loading import load_base
-from medusa.engine.group_quantised import GroupQuantisedMatmul
-from medusa.engine.loading import load_for_engine
+from medusa.engine.weights.load import load_base
+from medusa.engine.weights.products import GroupQuantisedMatmul
 from medusa.heads.checkpoint import load_heads
 from medusa.model import MedusaModel
 from medusa.training.config import BaseOptions
 from medusa.training.data.batching import collate
 from medusa.training.data.dataset import Documents
 from medusa.training.run import job
-from medusa.training.states.base import load_live, load_without_layers
+from medusa.training.states.base import frozen_base, live_states
 
 pytestmark = needs_kernels
 pytest.importorskip("medusa.base.gguf_model", exc_type=ImportError, reason="needs a newer transformers")
@@ -50,19 +49,19 @@ def test_heads_learn_on_a_quantised_file_and_know_it(file, tmp_path, is_stored, 
 
 def test_the_base_of_a_run_is_held_in_the_bits_of_its_file_and_computes_as_decoding_does(file):
     device = torch.device("cpu")
-    live = load_live(BaseOptions(str(file)), device)
+    live = live_states(BaseOptions(str(file)), device)
     assert any(isinstance(module, GroupQuantisedMatmul) for module in live.base.modules())
     ids = torch.arange(12)[None]
-    assert torch.equal(live.base(ids).logits, load_for_engine(file, "auto")(ids).logits)
-    ends = load_without_layers(BaseOptions(str(file)), device)
+    assert torch.equal(live.base(ids).logits, load_base(file, "auto")(ids).logits)
+    ends = frozen_base(BaseOptions(str(file)), device, layers=False)
     hidden = torch.randn(2, 256)
     assert torch.equal(lm_head(ends)(hidden), lm_head(live.base)(hidden))
-    narrow = load_live(BaseOptions(str(file), base_dtype="bfloat16"), device)
+    narrow = live_states(BaseOptions(str(file), base_dtype="bfloat16"), device)
     assert narrow.base.dtype == torch.bfloat16
 
 
 def test_autocast_does_not_reach_the_base(file):
-    live, ids = load_live(BaseOptions(str(file)), torch.device("cpu")), torch.arange(12)
+    live, ids = live_states(BaseOptions(str(file)), torch.device("cpu")), torch.arange(12)
     tokens = ids.numpy().astype(np.int32)
     batch = collate(Documents(tokens, tokens >= 0, np.array([0, len(tokens)])), [[0]])
     states = live(batch)
@@ -71,7 +70,7 @@ def test_autocast_does_not_reach_the_base(file):
 
 
 def test_the_loss_through_a_quantised_lm_head_has_the_gradient_of_its_numbers(file):
-    head, widened = lm_head(load_for_engine(file, "auto")), load_base(file).lm_head
+    head, widened = lm_head(load_base(file, "auto")), load_base(file).lm_head
     x = torch.randn(3, 256, requires_grad=True)
     direction = torch.randn(3, head.width)
     (ours,) = torch.autograd.grad((head(x) * direction).sum(), x)
@@ -96,13 +95,13 @@ def test_heads_learn_on_a_quantised_directory_whose_lm_head_is_not(tmp_path, is_
 
 def test_the_base_of_a_run_in_a_directory_computes_as_decoding_does_also_without_its_layers(tmp_path):
     expected, device = write_directory(tmp_path, "gptq, zeros"), torch.device("cpu")
-    live = load_live(BaseOptions(str(tmp_path)), device)
+    live = live_states(BaseOptions(str(tmp_path)), device)
     ids = torch.arange(12)[None]
-    assert torch.equal(live.base(ids).logits, load_for_engine(tmp_path, "auto")(ids).logits)
-    ends = load_without_layers(BaseOptions(str(tmp_path)), device)
+    assert torch.equal(live.base(ids).logits, load_base(tmp_path, "auto")(ids).logits)
+    ends = frozen_base(BaseOptions(str(tmp_path)), device, layers=False)
     hidden = torch.randn(2, HIDDEN)
     assert torch.equal(lm_head(ends)(hidden), lm_head(live.base)(hidden))
-    narrow = load_live(BaseOptions(str(tmp_path), base_dtype="bfloat16"), device)
+    narrow = live_states(BaseOptions(str(tmp_path), base_dtype="bfloat16"), device)
     assert narrow.base.dtype == torch.bfloat16
     x, direction = torch.randn(3, HIDDEN, requires_grad=True), torch.randn(3, 260)
     (ours,) = torch.autograd.grad((lm_head(live.base)(x) * direction).sum(), x)

@@ -44,8 +44,8 @@ from medusa.training.states.base import (
     check_causal,
     check_documents,
     check_packing,
-    load_live,
-    load_without_layers,
+    frozen_base,
+    live_states,
 )
 from medusa.training.states.stored import HiddenStateSource
 
@@ -69,7 +69,7 @@ MESSAGES = {
 def test_a_base_that_is_not_causal_is_refused(tmp_path, name):
     BASES[name]().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"base must be a causal language model.*{MESSAGES[name]}"):
-        load_live(BaseOptions(str(tmp_path)), torch.device("cpu"))
+        live_states(BaseOptions(str(tmp_path)), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -82,24 +82,24 @@ def test_the_training_pass_may_attend_otherwise_than_a_tree_is_verified(tmp_path
     save_tiny_base(tmp_path)
     padded = collate(Documents.of([Document(np.arange(2, 40, dtype=np.int32), np.ones(38, bool))]), [[0]])
     device, plain = torch.device("cpu"), BaseOptions(str(tmp_path), attention="sdpa")
-    live = load_live(BaseOptions(str(tmp_path), attention=attention), device)
+    live = live_states(BaseOptions(str(tmp_path), attention=attention), device)
     assert live.base.config._attn_implementation == attention
     states = live(padded)
-    torch.testing.assert_close(states, load_live(plain, device)(padded), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(states, live_states(plain, device)(padded), rtol=1e-4, atol=1e-4)
 
 
 def test_weights_go_straight_to_a_device_of_this_process(tmp_path, monkeypatch):
     given = []
 
-    def load(source, **kwargs):
-        given.append(kwargs)
+    def load(source, dtype):
+        given.append(source.arguments)
         return copy.deepcopy(tiny_model("llama"))  # the run freezes it
 
-    monkeypatch.setattr("medusa.training.states.base.loading.load_base", load)
+    monkeypatch.setattr("medusa.engine.weights.load.load_by_transformers", load)
     save_tiny_base(tmp_path)
     name = str(tmp_path)
-    load_live(BaseOptions(name), torch.device("cuda:1"))
-    load_live(BaseOptions(name, base_placement="auto"), torch.device("cuda:1"))
+    live_states(BaseOptions(name), torch.device("cuda:1"))
+    live_states(BaseOptions(name, base_placement="auto"), torch.device("cuda:1"))
     assert [each["device_map"] for each in given] == [{"": torch.device("cuda:1")}, "auto"]
 
 
@@ -130,8 +130,8 @@ def test_a_quantised_base_teaches_and_is_another_model_than_its_original(tmp_pat
     job.train(configuration_of(base=base, **options))
     assert load_heads(tmp_path / "run" / "heads").provenance["metrics"]["held_out/loss"] > 0
     padded = collate(Documents.of([Document(np.arange(2, 40, dtype=np.int32), np.ones(38, bool))]), [[0]])
-    ours = load_live(BaseOptions(str(base)), torch.device("cpu"))(padded).float()
-    plain = load_live(BaseOptions(str(tmp_path / "plain")), torch.device("cpu"))(padded)
+    ours = live_states(BaseOptions(str(base)), torch.device("cpu"))(padded).float()
+    plain = live_states(BaseOptions(str(tmp_path / "plain")), torch.device("cpu"))(padded)
     assert 0 < (ours - plain).norm() / plain.norm() < 0.1
 
 
@@ -141,21 +141,21 @@ def test_a_quantised_base_without_its_library_is_refused_with_the_reason(tmp_pat
     config["quantization_config"] = {"quant_method": "hqq", "quant_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises((ImportError, ValueError), match=r"(?i)hqq"):
-        load_live(BaseOptions(str(tmp_path)), torch.device("cpu"))
+        live_states(BaseOptions(str(tmp_path)), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("asked", "given"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
 def test_on_a_cpu_a_base_saved_in_bfloat16_teaches_in_float32_unless_told_otherwise(tmp_path, asked, given):
     ARCHITECTURES["llama"]().to(torch.bfloat16).save_pretrained(tmp_path)
     options, cpu = BaseOptions(str(tmp_path), base_dtype=asked), torch.device("cpu")
-    assert load_live(options, cpu).base.dtype == load_without_layers(options, cpu).dtype == given
+    assert live_states(options, cpu).base.dtype == frozen_base(options, cpu, layers=False).dtype == given
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_base_without_its_layers_teaches_as_the_whole_one(tmp_path, architecture):
     whole = tiny_model(architecture)
     whole.save_pretrained(tmp_path)
-    bare = load_without_layers(BaseOptions(str(tmp_path)), torch.device("cpu"))
+    bare = frozen_base(BaseOptions(str(tmp_path)), torch.device("cpu"), layers=False)
     states = torch.randn(5, hidden_size(whole), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(teacher_of(bare)(states), teacher_of(whole)(states))
     assert logit_scale(bare) == logit_scale(whole)

@@ -17,8 +17,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny_training import configuration_of, save_base_and_rows, tiny_base
 
-from medusa.base.loading import load_base
 from medusa.console import ProgressReporter
+from medusa.engine.weights.load import load_base
 from medusa.training import endpoints
 from medusa.training.config import BaseOptions, DataOptions
 from medusa.training.data.batching import collate
@@ -26,7 +26,7 @@ from medusa.training.data.dataset import Document, Documents
 from medusa.training.run import job
 from medusa.training.states import format as states_format
 from medusa.training.states import served
-from medusa.training.states.base import OnlineHiddenStates, load_without_layers
+from medusa.training.states.base import OnlineHiddenStates, frozen_base
 from medusa.training.states.served import ServedHiddenStates, final_norm, prompt_length
 from medusa.training.states.stored import CachedHiddenStates
 
@@ -42,7 +42,7 @@ def place(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def without_layers(place):
-    return load_without_layers(BaseOptions(str(place / "base")), torch.device("cpu"))
+    return frozen_base(BaseOptions(str(place / "base")), torch.device("cpu"), layers=False)
 
 
 @pytest.fixture
@@ -326,7 +326,7 @@ def test_layers_that_the_engine_does_not_extract_are_refused(serve, tmp_path, wi
 def test_the_final_norm_is_found(name, tmp_path):
     base = tiny_model(name)
     base.save_pretrained(tmp_path)
-    bare = load_without_layers(BaseOptions(str(tmp_path)), torch.device("cpu"))
+    bare = frozen_base(BaseOptions(str(tmp_path)), torch.device("cpu"), layers=False)
     norm = final_norm(bare)
     raw: list[torch.Tensor] = []
     names = [path for path, module in bare.named_modules() if module is norm]
@@ -373,7 +373,7 @@ def test_heads_learn_from_a_server_as_from_the_base(place, serve, tmp_path):
     loaded: list[str] = []
     ours = trained("ours")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "load_live", lambda *_: loaded.append("the base"))
+        patch.setattr(job, "live_states", lambda *_: loaded.append("the base"))
         theirs = trained("theirs", states_from=[server.url])
         server.stop()
         trained("theirs", states_from=[server.url], max_steps=6, resume="auto")  # the states are there

@@ -20,7 +20,7 @@ from medusa.base.loading import BaseSource, gguf_model
 from medusa.console import log_console, megabytes
 from medusa.engine.card.block_modules import QuantisedLinear, QuantisedLookup
 from medusa.engine.card.stored_blocks import FORMS, StoredBlocks
-from medusa.engine.quantised_loading import check_shapes, file_matrices
+from medusa.engine.weights.file_tensors import check_shapes, file_matrices
 
 
 def load_blocks(source: BaseSource, device: torch.device, dtype: torch.dtype) -> CausalLM:

@@ -24,11 +24,6 @@ def is_on_a_card(base: CausalLM) -> bool:
     return kinds_of_devices(base) == {"cuda"}
 
 
-def is_card(device: torch.device) -> bool:
-    """Whether ``device`` is a CUDA device."""
-    return str(device).startswith("cuda")
-
-
 def card_unsupported_reason(base: CausalLM) -> str | None:
     """The missing requirement of :func:`fused_on_card` for ``base``, which is on a card; None if there is
     none."""

@@ -32,9 +32,9 @@ from medusa.training.states.base import (
     OnlineHiddenStates,
     check_documents,
     check_packing,
-    load_live,
+    frozen_base,
+    live_states,
     load_tokenizer,
-    load_without_layers,
 )
 from medusa.training.states.served import ServedHiddenStates
 from medusa.training.states.stored import CachedHiddenStates, HiddenStateSource
@@ -150,10 +150,10 @@ def build_trainer(
 
     data = read_dataset(on_main_process(accelerator, tokenise))
     console.print(data.summary(), soft_wrap=True)
-    load = functools.cache(lambda: load_live(options, accelerator.device, run.timeout_minutes))
+    load = functools.cache(lambda: live_states(options, accelerator.device, run.timeout_minutes))
     is_stored = configuration.optimisation.cache_hidden_states
     is_whole = options.base_placement == "each" and not is_stored
-    base = load().base if is_whole else load_without_layers(options, accelerator.device)
+    base = load().base if is_whole else frozen_base(options, accelerator.device, layers=False)
     for documents in (data.training, data.held_out):
         check_documents(base, documents, options.base)
     compute: Callable[[], DocumentStates] = load

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-import transformers
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from torch import Tensor
 
@@ -23,11 +20,11 @@ from medusa.base.causal_lm import (
     lm_head_device,
     longrope_threshold,
 )
-from medusa.base.loading import BaseSource
+from medusa.base.loading import find_base, is_held_quantised
 from medusa.base.recurrent import is_recurrent
-from medusa.base.text_part import auto_class, text_part
-from medusa.engine.loading import load_for_engine
 from medusa.engine.views import packed_as
+from medusa.engine.weights.load import load_base
+from medusa.hardware import is_cpu
 from medusa.training.config import BaseOptions, DataOptions
 from medusa.training.data.batching import PaddedBatch, collate, plan_in_order
 from medusa.training.data.dataset import Document, Documents
@@ -139,28 +136,18 @@ class _SharedHiddenStates(OnlineHiddenStates):
         return mine, False
 
 
-def load_live(
+def live_states(
     options: BaseOptions, device: torch.device, timeout_minutes: float = 60.0
 ) -> OnlineHiddenStates:
-    """The base model where ``base_placement`` says, frozen and in evaluation mode; all processes load it.
+    """The hidden states of the base model where ``base_placement`` says; all processes load it.
 
     ``device`` is this process's own.
 
     Raises:
-        FileNotFoundError: there is no such model.
-        ValueError: it is no causal language model, or no tree can be verified on it, so heads for it would be
-            of no use.
+        FileNotFoundError: as :func:`frozen_base`.
+        ValueError: so too, or it is no causal language model.
     """
-    source = loading.find_base(options.base, trust_remote_code=options.trust_remote_code)
-    base: Any
-    if loading.is_held_quantised(source) and _is_held_in_its_bits(options, device):
-        base = load_for_engine(source, "auto")  # the states that decoding will compute
-    else:
-        base = loading.load_base(
-            source, dtype=_dtype(options, device), **_attention(options), **_placed(options, device)
-        )
-    check_decodable(base, attends_here=False)
-    base.requires_grad_(False).eval()
+    base = frozen_base(options, device)
     if options.base_placement == "auto":
         end_on(base, device)
     live = OnlineHiddenStates(base)
@@ -168,6 +155,33 @@ def load_live(
         live = _SharedHiddenStates(base, options.base_placement == "tensor_parallel", timeout_minutes)
     check_causal(live, options.base)
     return live
+
+
+def frozen_base(options: BaseOptions, device: torch.device, layers: bool = True) -> CausalLM:
+    """The base model of a run, frozen and in evaluation mode: where ``base_placement`` says, or on ``device``
+    without its layers, as training from stored states reads it. A quantised one computes as decoding does.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+        ValueError: it is no causal language model, or no tree can be verified on it, so heads for it would be
+            of no use; or it cannot be built without its layers.
+    """
+    source = find_base(options.base, trust_remote_code=options.trust_remote_code)
+    is_quantised = is_held_quantised(source)
+    on_cpu = is_cpu(device)
+    is_here = not layers or options.base_placement == "each" or (is_quantised and on_cpu)
+    base: Any = load_base(
+        source,
+        "auto" if is_quantised else "eager",
+        device if is_here else None,
+        # many CPUs multiply bfloat16 a hundred times slower than float32
+        "float32" if on_cpu and options.base_dtype == "auto" else options.base_dtype,
+        layers,
+        **({} if options.attention is None else {"attn_implementation": options.attention}),
+        **({} if is_here else _spread(options)),
+    )
+    check_decodable(base, attends_here=False)
+    return base.requires_grad_(False).eval()
 
 
 def end_on(base: CausalLM, device: torch.device) -> None:
@@ -181,101 +195,17 @@ def end_on(base: CausalLM, device: torch.device) -> None:
     add_hook_to_module(embedding, AlignDevicesHook(execution_device=device))
 
 
-def _dtype(options: BaseOptions, device: torch.device) -> str:
-    """The type to load the base in. Many CPUs multiply bfloat16 a hundred times slower than float32."""
-    on_cpu = options.base_dtype == "auto" and device.type == "cpu"
-    return "float32" if on_cpu else options.base_dtype
-
-
-def load_without_layers(options: BaseOptions, device: torch.device) -> CausalLM:
-    """The base with its embeddings, its final norm and no decoder layer: what training from stored states
-    reads. Nothing else of its files is read.
-
-    Raises:
-        FileNotFoundError: there is no such model.
-        ValueError: the architecture cannot be built so.
-    """
-    source = loading.find_base(options.base, trust_remote_code=options.trust_remote_code)
-    config = source.config
-    text = config.get_text_config(decoder=True)
-    count = text.num_hidden_layers
-    whole = copy.deepcopy(text.__dict__)
-    for key, value in whole.items():
-        if isinstance(value, list | tuple) and len(value) == count:
-            setattr(text, key, type(value)())
-    text.num_hidden_layers = 0
-    if loading.is_held_quantised(source) and (source.gguf is not None or device.type == "cpu"):
-        return _with_settings(_quantised_without_layers(source, options, device), whole).to(device)
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # the layers that are left out are no surprise
-    try:
-        loaded: Any = auto_class(config).from_pretrained(
-            source.name,
-            config=config,
-            dtype=_dtype(options, device),
-            output_loading_info=True,
-            **source.arguments,
-            **_attention(options),
-        )
-    except (ValueError, RuntimeError, IndexError, TypeError, ZeroDivisionError) as error:
-        raise ValueError(
-            f"{options.base!r} cannot be loaded without its layers ({type(error).__name__}: {error}), which "
-            "cache_hidden_states and base_placement need; leave them out"
-        ) from error
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-    base, info = loaded
-    if info["missing_keys"]:
-        raise ValueError(
-            f"{options.base!r} without its layers lacks {sorted(info['missing_keys'])}; leave "
-            "cache_hidden_states and base_placement out"
-        )
-    return _with_settings(text_part(base), whole).to(device)
-
-
-def _quantised_without_layers(source: BaseSource, options: BaseOptions, device: torch.device) -> CausalLM:
-    """As :func:`load_without_layers`, of a quantised base whose configuration knows of no layers."""
-    if source.gguf is not None:
-        tensors = {name: each for name, each in source.gguf.tensors.items() if not name.startswith("blk.")}
-        source = replace(source, gguf=replace(source.gguf, tensors=tensors))
-    if _is_held_in_its_bits(options, device):
-        return load_for_engine(source, "auto")
-    return loading.load_base(source, dtype=_dtype(options, device))
-
-
-def _is_held_in_its_bits(options: BaseOptions, device: torch.device) -> bool:
-    """Whether a quantised base is held in its own bits: where decoding does so by default."""
-    return device.type == "cpu" and options.base_dtype in ("auto", "float32")
-
-
-def _with_settings(base: CausalLM, whole: dict[str, Any]) -> CausalLM:
-    """``base`` without layers, frozen, under the configuration of the whole model."""
-    base.config = copy.deepcopy(base.config)  # its modules keep theirs, which knows of no layers
-    kept = base.config.get_text_config(decoder=True)
-    for key, value in whole.items():  # the model keeps its name
-        if not key.startswith("_"):
-            setattr(kept, key, value)
-    check_decodable(base, attends_here=False)
-    return base.requires_grad_(False).eval()
-
-
 def load_tokenizer(options: BaseOptions) -> Any:
     return loading.load_tokenizer(
         options.tokenizer or options.base, trust_remote_code=options.trust_remote_code
     )
 
 
-def _attention(options: BaseOptions) -> dict[str, Any]:
-    return {} if options.attention is None else {"attn_implementation": options.attention}
-
-
-def _placed(options: BaseOptions, device: torch.device) -> dict[str, Any]:
-    """The arguments of ``from_pretrained`` that put weights where they belong as they are read."""
+def _spread(options: BaseOptions) -> dict[str, Any]:
+    """The arguments of ``from_pretrained`` that spread weights over devices as they are read."""
     is_launched = torch.distributed.is_initialized()
     placement = options.base_placement
     num_processes = torch.distributed.get_world_size() if is_launched else 1
-    if placement == "each":
-        return {} if device.type == "cpu" else {"device_map": {"": device}}
     if (placement == "auto") != (num_processes == 1):
         raise ValueError(
             f"base_placement={placement} goes with "

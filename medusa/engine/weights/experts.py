@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medusa.base.experts import expert_matrices, shape_of_experts
+from medusa.base.experts import expert_matrices, order_of_outputs, shape_of_experts
 from medusa.base.rowwise import WHOLE_VECTORS, of_rows_in_parts
-from medusa.engine.kernels import PackedMatmul, lanes
+from medusa.engine.weights.memory import placeholder
+from medusa.engine.weights.products import PackedMatmul
 
 
 class PackedExperts(nn.Module):
@@ -25,42 +26,27 @@ class PackedExperts(nn.Module):
         experts: the module of ``transformers``, in float32 apart from its matrices, which are not read; its
             activation function and its gate are used.
         into, out_of: the matrices of all experts as one, (E * out, in), each expert's outputs padded to whole
-            pairs of panels (:func:`padded_rows`).
-        order: (out,) long, the output of ``into``, of those of an expert, that each output of the experts is.
+            pairs of panels (:func:`medusa.engine.weights.stored.padded_rows`).
+        num_parts: how many parts ``into`` was made of, such as those of gate and up.
     """
 
     order: Tensor | None
     bias_into: Tensor | None
     bias_out_of: Tensor | None
 
-    def __init__(self, experts: Any, into: PackedMatmul, out_of: PackedMatmul, order: Tensor | None = None):
+    def __init__(self, experts: Any, into: PackedMatmul, out_of: PackedMatmul, num_parts: int):
         super().__init__()
         self.experts = experts
         self.into = into
         self.out_of = out_of
         self.num_experts, self.num_outputs, _ = shape_of_experts(experts, expert_matrices(experts)[1])
         width = into.width // self.num_experts
-        is_same = order is None or torch.equal(order, torch.arange(width))
+        order = _order_in_product(experts, width, num_parts)
+        is_same = torch.equal(order, torch.arange(width))
         self.register_buffer("order", None if is_same else order, persistent=False)
         name_into, name_out_of = expert_matrices(experts)
         self.register_buffer("bias_into", self._bias(name_into, into, order), persistent=False)
         self.register_buffer("bias_out_of", self._bias(name_out_of, out_of, None), persistent=False)
-
-    @classmethod
-    def of(cls, experts: Any, int8: bool, release: Callable[[Tensor], Tensor] | None) -> Self:
-        """``experts`` over their own matrices; the arguments are those of
-        :func:`medusa.engine.views.with_kernels`."""
-        products = []
-        for name in expert_matrices(experts):
-            matrices = experts._parameters[name].detach()
-            rows = padded_rows(matrices.mT if experts.is_transposed else matrices)
-            products.append(PackedMatmul(list(rows), None, int8))
-        into, out_of = products
-        order = torch.arange(shape_of_experts(experts, expert_matrices(experts)[0])[1])
-        packed = cls(experts, into, out_of, order)
-        if release is not None:
-            let_go_of_weights(experts, release)
-        return packed
 
     def _bias(self, matrix: str, product: PackedMatmul, order: Tensor | None) -> Tensor | None:
         """The biases beside a matrix as its product adds them, (E * padded out,)."""
@@ -93,23 +79,23 @@ class PackedExperts(nn.Module):
         return rows.view(*inner.shape[:2], -1)
 
 
-def padded_rows(matrices: Tensor) -> Tensor:
-    """Matrices of experts (E, out, ...) with rows of zeros, so that each has whole pairs of panels."""
-    missing = -matrices.shape[1] % (2 * lanes())
-    if not missing:
-        return matrices
-    zeros = matrices.new_zeros(matrices.shape[0], missing, *matrices.shape[2:])
-    return torch.cat([matrices, zeros], dim=1)
+def _order_in_product(experts: Any, width: int, num_parts: int) -> Tensor:
+    """For each output into an expert its place among the ``width`` of the product, which has the padded parts
+    of a matrix one after the other: (out,) long."""
+    _, num_outputs, _ = shape_of_experts(experts, expert_matrices(experts)[0])
+    places = torch.arange(width).view(num_parts, -1)[:, : num_outputs // num_parts].flatten()
+    order = order_of_outputs(experts, num_outputs) if num_parts > 1 else None
+    return places if order is None else places[order]
 
 
-def let_go_of_weights(experts: Any, place_of: Callable[[Tensor], Tensor]) -> None:
-    """Put ``place_of`` each matrix and bias of ``experts`` in its place."""
+def let_go_of_weights(experts: Any) -> None:
+    """Put placeholders in the places of the matrices and biases of ``experts``."""
     names = expert_matrices(experts)
     biases = [f"{name}_bias" for name in names] if experts.has_bias else []
     for name in (*names, *biases):
-        weight = experts._parameters[name].detach()
+        weight = experts._parameters[name]
         delattr(experts, name)
-        setattr(experts, name, place_of(weight))
+        setattr(experts, name, placeholder(weight))
 
 
 # ------------------------------------------------------------------ routers
@@ -159,15 +145,20 @@ def is_router(module: nn.Module) -> bool:
     return isinstance(module._buffers.get("weight"), RouterWeight)
 
 
-def pack_router(block: nn.Module, place_of: Callable[[Tensor], Tensor]) -> None:
-    """Let the kernels compute the products of the routers directly below ``block``: modules of
-    ``transformers`` with a weight of their own. ``place_of`` makes a tensor without memory in the place of
-    one."""
-    for child in block.children():
-        weight = child._parameters.get("weight")
-        if weight is None or weight.dim() != 2 or isinstance(child, (nn.Linear, nn.Embedding, PackedMatmul)):
-            continue
-        child.product = PackedMatmul([weight.detach()], None)
-        packed = RouterWeight.of(child.product, place_of(weight))
-        del child.weight
-        child.register_buffer("weight", packed, persistent=False)
+def routers_of(block: nn.Module) -> list[nn.Module]:
+    """The routers directly below ``block``, which has experts: modules of ``transformers`` with a weight of
+    their own."""
+    others = (nn.Linear, nn.Embedding, PackedMatmul)
+    weights = {child: child._parameters.get("weight") for child in block.children()}
+    return [
+        child
+        for child, weight in weights.items()
+        if weight is not None and weight.dim() == 2 and not isinstance(child, others)
+    ]
+
+
+def put_router_product(router: nn.Module, product: PackedMatmul, place: Tensor) -> None:
+    """Let ``product`` compute the scores of ``router``. ``place`` has the shape of its weight."""
+    router.product = product
+    del router.weight
+    router.register_buffer("weight", RouterWeight.of(product, place), persistent=False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.base.recurrent_rules import calls_scans
-from medusa.engine.kernels import PackedMatmul
+from medusa.engine.weights.products import PackedMatmul
 
 WEIGHTS_OF_HEADS = ("x_proj_weight", "dt_proj_weight")
 """Parameters of Zamba's layers: a matrix for each head."""
@@ -41,20 +41,25 @@ class PackedColumnsOfHeads(nn.Module):
         return torch.stack([weight @ of_head for weight, of_head in zip(heads, columns, strict=True)])
 
 
-def pack_columns(layer: nn.Module, int8: bool) -> None:
-    """Pack the weights that ``layer`` multiplies itself, where it is one with selective scans whose linear
-    layers are packed; ``int8`` says whether matrices of heads are rounded to int8."""
-    if not (hasattr(layer, "A_log") and calls_scans(type(layer))):
-        return
-    linear: Any = getattr(layer, "dt_proj", None)
+def columns_of(layer: nn.Module) -> dict[str, Tensor]:
+    """The matrices of heads (H, M, K) that ``layer`` multiplies itself, by name, where it is one with
+    selective scans."""
+    if not _multiplies_itself(layer):
+        return {}
+    weights = {name: layer._parameters.get(name) for name in WEIGHTS_OF_HEADS}
+    return {name: weight for name, weight in weights.items() if weight is not None}
+
+
+def put_columns(layer: nn.Module) -> None:
+    """Let ``layer`` multiply by the packed weight of its linear layer itself, where it does so."""
+    linear: Any = getattr(layer, "dt_proj", None) if _multiplies_itself(layer) else None
     if linear is not None and "weight" not in linear._modules:
         del linear.weight
         linear.weight = PackedColumns(_without_bias(linear))
-    for name in WEIGHTS_OF_HEADS:
-        weights = layer._parameters.pop(name, None)
-        if weights is not None:
-            products = [PackedMatmul([weight.detach()], None, int8) for weight in weights]
-            setattr(layer, name, PackedColumnsOfHeads(products))
+
+
+def _multiplies_itself(layer: nn.Module) -> bool:
+    return hasattr(layer, "A_log") and calls_scans(type(layer))
 
 
 def _without_bias(product: PackedMatmul) -> PackedMatmul:
