@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.llama_bench import llama_bench
 from transformers import AutoModelForCausalLM
 
 from medusa import CandidateTree, MedusaModel
@@ -30,7 +31,6 @@ from medusa.assets import DEFAULT_HEADS, base_named
 from medusa.base.gguf_file import is_gguf
 from medusa.console import log_console
 from medusa.hardware import use_threads
-from medusa.measurement.llama_cpp import llama_bench
 from medusa.measurement.report import end_with_json
 from medusa.prompts import encode_prompt, read_prompts
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.llama_bench import llama_bench
 
 from medusa import MedusaModel
 from medusa.assets import base_named
@@ -29,7 +30,7 @@ from medusa.base.causal_lm import cache_argument, new_cache, prefill
 from medusa.console import log_console
 from medusa.engine.compiled import CompiledPass
 from medusa.hardware import use_threads
-from medusa.measurement.llama_cpp import llama_bench, llama_cpp_unsupported_reason
+from medusa.measurement.llama_cpp import llama_cpp_unsupported_reason
 from medusa.measurement.report import end_with_json
 from medusa.plots import BLUE, FAINT, GREEN, INK, ORANGE, figure_of
 from medusa.trees.candidate_tree import TreeTopology

@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.llama_bench import llama_bench
 from bench.random_shapes import (
     HYBRIDS,
     MIXTURES,
@@ -64,7 +65,7 @@ from medusa.engine.weights.load import load_base
 from medusa.engine.weights.products import PackedMatmul
 from medusa.files import replaced_file
 from medusa.heads.mtp import can_draft_itself
-from medusa.measurement.llama_cpp import LlamaCpp, llama_bench, llama_cpp_unsupported_reason
+from medusa.measurement.llama_cpp import LlamaCpp, llama_cpp_unsupported_reason
 from medusa.measurement.report import end_with_json
 from medusa.trees.candidate_tree import TreeTopology
 

@@ -5,12 +5,13 @@ import sys
 
 import pytest
 import torch
+from bench.llama_bench import llama_bench
 from fake_llama_cpp import FakeLlamaCpp, next_token
 from tiny_chat import VOCAB_SIZE, chat_base, chat_model
 from tiny_gguf import written_gguf
 
 from medusa.drafters.registry import DrafterSettings
-from medusa.measurement.llama_cpp import LEAST_SLOTS, LlamaCpp, answered_by, llama_bench
+from medusa.measurement.llama_cpp import LEAST_SLOTS, LlamaCpp, answered_by
 from medusa.measurement.systems import make_systems
 
 PROMPT = [5, 9, 2, 7, 1, 8]
