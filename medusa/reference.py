@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from medusa.acceptance.sampling import gumbel_noise
-from medusa.base.causal_lm import CausalLM, cache_argument, end_ids, lm_head, vocab_size
+from medusa.base.causal_lm import CausalLM, end_ids, lm_head, vocab_size
+from medusa.base.passes import cache_argument
 from medusa.drafters.heads import HeadsDrafter
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.trees.candidate_tree import CandidateTree

@@ -46,7 +46,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import medusa
 from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.acceptance.sampling import gumbel_noise, hashed_bits
-from medusa.base.causal_lm import cache_argument, hidden_states
+from medusa.base.passes import cache_argument, hidden_states
 from medusa.decoding.batch import BatchLimits, Row
 from medusa.engine.card.support import fused_on_card, triton_unsupported_reason
 from medusa.hardware import device_name, wait_for

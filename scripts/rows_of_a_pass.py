@@ -26,7 +26,7 @@ from bench.llama_bench import llama_bench
 
 from medusa import MedusaModel
 from medusa.assets import base_named
-from medusa.base.causal_lm import cache_argument, new_cache, prefill
+from medusa.base.passes import cache_argument, new_cache, prefill
 from medusa.console import log_console
 from medusa.engine.compiled import CompiledPass
 from medusa.hardware import use_threads

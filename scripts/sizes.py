@@ -55,8 +55,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from medusa import CandidateTree, MedusaModel
 from medusa.assets import base_named
-from medusa.base.causal_lm import cache_argument
 from medusa.base.gguf_file import GGUFFile
+from medusa.base.passes import cache_argument
 from medusa.console import log_console
 from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
 from medusa.engine.views import packed_bytes

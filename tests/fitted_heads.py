@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel
-from medusa.base.causal_lm import hidden_size, hidden_states, lm_head, vocab_size
+from medusa.base.causal_lm import hidden_size, lm_head, vocab_size
+from medusa.base.passes import hidden_states
 from medusa.heads.autoregressive_head import unroll
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head
 from medusa.interop.conversion import FORMATS, check_chain, export_heads

@@ -45,7 +45,7 @@ from medusa import (
     MedusaOutput,
     save_heads,
 )
-from medusa.base.causal_lm import cache_argument, cache_of
+from medusa.base.passes import cache_argument, cache_of
 from medusa.decoding.executor import Executor
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter

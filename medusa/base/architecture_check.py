@@ -28,20 +28,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from medusa.base.attention import attention_windows, check_attention, is_code_of_transformers
-from medusa.base.causal_lm import (
-    CausalLM,
-    cache_argument,
-    cache_of,
-    context_length,
-    copy_sharing_parameters,
-    lm_head,
-    lm_head_device,
-    new_cache,
-    prefill,
-    takes_cache,
-    verify,
-    vocab_size,
-)
+from medusa.base.causal_lm import CausalLM, copy_sharing_parameters, lm_head, lm_head_device, vocab_size
+from medusa.base.passes import cache_argument, cache_of, new_cache, prefill, takes_cache, verify, with_rules
+from medusa.base.profile import context_length
 from medusa.base.recurrent import is_recurrent
 from medusa.base.recurrent_rules import check_states
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
@@ -211,6 +200,7 @@ def _compared(
     expected: list[Tensor],
 ) -> Iterator[tuple[str, float]]:
     """Every node of the trial, and the distance of its logits from ``expected``."""
+    base = with_rules(base)
     lengths = torch.tensor(prompt_lengths, device=prompts.device)
     for chunk, reading in _readings(prompt_lengths):
         cache = new_cache(base, len(lengths))

@@ -24,8 +24,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
-    Cache,
-    CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -68,15 +66,6 @@ def kind_of_layer(layer: Any) -> str:
     if isinstance(layer, DynamicSlidingWindowLayer):
         return "sliding attention"
     return "without memory" if isinstance(layer, WITHOUT_MEMORY) else "attention"
-
-
-def holds_text(cache: Cache) -> bool:
-    """Whether a cache of ``transformers`` holds keys, values or states of a text."""
-    return any(
-        (isinstance(layer, CacheLayerMixin) and layer.get_seq_length() > 0)
-        or any(getattr(layer, "has_previous_state", {}).values())
-        for layer in cache.layers
-    )
 
 
 def rows_at(before: Tensor, nodes: Tensor, places: Tensor) -> Tensor:

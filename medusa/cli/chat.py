@@ -18,7 +18,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from medusa.base.causal_lm import context_length, end_ids, longrope_threshold
+from medusa.base.causal_lm import end_ids
+from medusa.base.profile import context_length, longrope_threshold
 from medusa.cli.loading import load_for_replies
 from medusa.cli.option_types import ChatOptions, GenerateOptions
 from medusa.cli.options import command, to_argv

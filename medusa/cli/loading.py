@@ -19,8 +19,9 @@ from transformers.utils.logging import disable_progress_bar
 
 import medusa
 from medusa.assets import DEFAULT_HEADS, EMBEDDED_BASE, name_in_reports
-from medusa.base.causal_lm import CausalLM, context_length, end_ids
+from medusa.base.causal_lm import CausalLM, end_ids
 from medusa.base.loading import BaseSource, find_base, is_held_quantised, load_tokenizer
+from medusa.base.profile import context_length
 from medusa.cli.option_types import AnsweringOptions, CompileOptions
 from medusa.cli.options import (
     EMBEDDED_HEADS,

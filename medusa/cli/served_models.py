@@ -14,9 +14,10 @@ import torch
 from transformers.utils import CONFIG_NAME
 
 from medusa.assets import DEFAULT_HEADS
-from medusa.base.causal_lm import CausalLM, context_length
+from medusa.base.causal_lm import CausalLM
 from medusa.base.gguf_file import GGUFFile, is_gguf
 from medusa.base.loading import BaseSource, find_base, load_tokenizer
+from medusa.base.profile import context_length
 from medusa.base.text_part import empty_model
 from medusa.cli.loading import chosen_device, learn_from_use, load_model
 from medusa.cli.options import NO_HEADS, ModelOptions

@@ -28,11 +28,8 @@ import torch
 
 from medusa.base.attention import pinned_attention
 from medusa.base.cache import GROWTH_STEP, TreeCache
-from medusa.base.causal_lm import (
-    CausalLM,
-    cache_bytes,
-    lm_head_device,
-)
+from medusa.base.causal_lm import CausalLM, lm_head_device
+from medusa.base.passes import cache_bytes
 from medusa.decoding.accept import RowsFailed
 from medusa.decoding.adaptive import AdaptiveDrafting
 from medusa.decoding.executor import Plan

@@ -51,7 +51,8 @@ from typing import Any
 
 from torch import Tensor
 
-from medusa.base.causal_lm import CausalLM, lm_head, verify
+from medusa.base.causal_lm import CausalLM, lm_head
+from medusa.base.passes import verify
 from medusa.base.profile import BaseProfile
 from medusa.decoding.adaptive import AdaptiveDrafting, DraftCosts
 from medusa.decoding.kept_rows import KeptRows
@@ -69,8 +70,7 @@ from medusa.engine.optimized_heads import compile_heads, parts_of_heads
 from medusa.engine.snapshot import alteration_of
 from medusa.engine.views import packed_as
 from medusa.hardware import multiplies_in_float32
-from medusa.heads.checkpoint import check_tree_fits
-from medusa.heads.protocol import Heads
+from medusa.heads.protocol import Heads, check_tree_fits
 from medusa.options import FALLBACK_STEP, STEPS, Engine, StepKind
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.tuned_trees import Trees, TunedTree

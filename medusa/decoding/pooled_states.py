@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from medusa.base.attention import pinned_attention
-from medusa.base.causal_lm import prefill
+from medusa.base.passes import prefill
 from medusa.base.pooling import Pooling
 from medusa.decoding.runners import CHUNK, Runner
 from medusa.hardware import sent

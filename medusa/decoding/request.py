@@ -28,15 +28,9 @@ from transformers.generation import GenerationMode
 
 from medusa.acceptance.rules import RULES
 from medusa.acceptance.sampling import NODE_PROCESSORS, row_seeds
-from medusa.base.causal_lm import (
-    CACHE_ARGUMENTS,
-    CausalLM,
-    check_positions,
-    embedding_weight,
-    ids_of,
-    lm_head_device,
-)
-from medusa.base.recurrent import holds_text
+from medusa.base.causal_lm import CausalLM, embedding_weight, ids_of, lm_head_device
+from medusa.base.passes import CACHE_ARGUMENTS, holds_text
+from medusa.base.profile import check_positions
 from medusa.decoding.state import DecodeRequest, is_exact
 from medusa.hardware import sent
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from medusa.base.cache import TreeCache
-from medusa.base.causal_lm import CausalLM, new_cache, prefill
-from medusa.base.causal_lm import verify as eager_pass
+from medusa.base.causal_lm import CausalLM
+from medusa.base.passes import new_cache, prefill
+from medusa.base.passes import verify as eager_pass
 from medusa.base.profile import BaseProfile
 from medusa.decoding.state import DecodeState
 from medusa.drafters.protocol import Draft
@@ -58,11 +59,11 @@ class Runner:
     keeps_features: bool = False
     """Whether the hidden states of the text are stored in the cache, for drafters that read them."""
     run_pass: Callable[..., tuple[Tensor, Tensor]] = eager_pass
-    """Runs one pass: :func:`medusa.base.causal_lm.verify`, or a compiled form of it."""
+    """Runs one pass: :func:`medusa.base.passes.verify`, or a compiled form of it."""
 
     def new_cache(self, num_rows: int) -> TreeCache:
         """An empty cache for ``num_rows`` rows."""
-        return new_cache(self.base, num_rows)
+        return new_cache(self.base, num_rows, self.profile.keeps_state)
 
     def prefill(
         self,
@@ -72,7 +73,7 @@ class Runner:
         chunk: int | None = None,
         known: list[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As :func:`medusa.base.causal_lm.prefill`; ``chunk`` is :data:`CPU_CHUNK` or :data:`CHUNK` by
+        """As :func:`medusa.base.passes.prefill`; ``chunk`` is :data:`CPU_CHUNK` or :data:`CHUNK` by
         default."""
         if chunk is None:
             chunk = CPU_CHUNK if self.profile.is_on_cpu else CHUNK

@@ -17,14 +17,9 @@ from torch import Tensor
 
 from medusa.acceptance.exact import Acceptance
 from medusa.acceptance.row_settings import RowSettings, row_numbers
-from medusa.base.cache import FixedTreeCache
-from medusa.base.causal_lm import (
-    CapturedHiddenStates,
-    CausalLM,
-    capture_hidden_states,
-    tree_inputs,
-    vocab_size,
-)
+from medusa.base.causal_lm import CausalLM, vocab_size
+from medusa.base.fixed_cache import FixedTreeCache
+from medusa.base.passes import CapturedHiddenStates, capture_hidden_states, tree_inputs
 from medusa.decoding.accept import accept
 from medusa.decoding.state import DecodeState, Row
 from medusa.decoding.step import draft_context
@@ -215,7 +210,7 @@ def static_step(
 ) -> None:
     """Draft, verify, accept and commit once, in every row of ``state``.
 
-    ``seen`` is the value of :func:`medusa.base.causal_lm.capture_hidden_states`, which must be open on
+    ``seen`` is the value of :func:`medusa.base.passes.capture_hidden_states`, which must be open on
     ``base``.
     """
     num_tokens = vocab_size(base)

@@ -5,7 +5,8 @@ The host starts the steps of a burst, and reads their results in one copy. The s
 
 Between bursts the rows are those of any batch: they join, end, are cancelled or preempted, and their keys and
 values are copied into the prefix cache. For this the cache of the rows lives in memory that keeps its place
-(:class:`medusa.base.cache.CacheMemory`). What else a step reads is copied to tensors of fixed place whenever
+(:class:`medusa.base.fixed_cache.CacheMemory`). What else a step reads is copied to tensors of fixed place
+whenever
 rows have come or gone. A burst reads the first 1, 2, 4, 8, ... rows of both; one that is not there counts as
 ended. So there is one graph for each of these numbers, however rows come and go, and the settings of a
 request are numbers in tensors (:mod:`medusa.acceptance.row_settings`).
@@ -32,8 +33,8 @@ from transformers import LogitsProcessorList
 
 from medusa.acceptance.row_settings import RowSettings, row_numbers
 from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
-from medusa.base.cache import CacheMemory
 from medusa.base.causal_lm import CausalLM, lm_head_device
+from medusa.base.fixed_cache import CacheMemory
 from medusa.decoding.adaptive import AdaptiveDrafting
 from medusa.decoding.cuda_graphs import StepGraphs, warn_not_captured
 from medusa.decoding.state import DecodeRequest, DecodeState, Row

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from medusa.base.attention import node_positions, tree_attention_masks
 from medusa.base.cache import TreeCache
-from medusa.base.causal_lm import CausalLM, lm_head, lm_head_device, tokens_missing, vocab_size
+from medusa.base.causal_lm import CausalLM, lm_head, lm_head_device, vocab_size
+from medusa.base.passes import tokens_missing
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext, Drafter
 from medusa.heads.autoregressive_head import AutoregressiveHead, Drafted

@@ -21,12 +21,9 @@ from medusa.base.causal_lm import (
     copy_sharing_parameters,
     decoder_layers,
     lm_head_device,
-    new_cache,
-    prefill,
-    verify,
     vocab_size,
-    with_rules,
 )
+from medusa.base.passes import new_cache, prefill, verify, with_rules
 from medusa.base.recurrent import is_recurrent
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import DraftContext, Drafter

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from medusa.base.causal_lm import place_of
 from medusa.drafters.levels import LevelDrafter
 from medusa.drafters.protocol import Draft, DraftContext
-from medusa.heads.checkpoint import check_tree_fits
 from medusa.heads.medusa_heads import MedusaHeads
+from medusa.heads.protocol import check_tree_fits
 from medusa.trees.candidate_tree import CandidateTree
 
 

@@ -114,7 +114,7 @@ class Drafter(Protocol):
     """Whether :class:`DraftContext` must carry ``features``."""
     aux_layers: tuple[int, ...]
     """The decoder layers whose states it reads beside the last one
-    (:func:`medusa.base.causal_lm.capture_hidden_states`)."""
+    (:func:`medusa.base.passes.capture_hidden_states`)."""
 
     @property
     def max_depth(self) -> int:

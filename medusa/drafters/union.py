@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from medusa.base.causal_lm import layers_of
+from medusa.base.passes import layers_of
 from medusa.drafters.protocol import Draft, DraftContext, Drafter, StatelessDrafter, StaticDrafter
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
 

@@ -29,15 +29,8 @@ from torch import Tensor, nn
 
 from medusa.base.attention import attention_windows, takes_seen_slots
 from medusa.base.cache import TreeCache
-from medusa.base.causal_lm import (
-    CausalLM,
-    decoder_layers,
-    new_cache,
-    prefill,
-    tree_inputs,
-    verify,
-    vocab_size,
-)
+from medusa.base.causal_lm import CausalLM, decoder_layers, vocab_size
+from medusa.base.passes import new_cache, prefill, tree_inputs, verify
 from medusa.console import log_console
 from medusa.engine.fused_layers import FusedLayers
 from medusa.engine.libraries import NO_COMPILER, LibraryError, digest_of, found_compiler, kept_library
@@ -130,7 +123,7 @@ class CompiledPass:
         first_node: int = 0,
         layers: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor]:
-        """As :func:`medusa.base.causal_lm.verify` of ``base``, which is the view."""
+        """As :func:`medusa.base.passes.verify` of ``base``, which is the view."""
         arguments = tree_inputs(base, tokens, topology, cache, first_node, self._windows)
         inputs = [tensor.contiguous() for tensor in tensors_in(arguments)]
         pass_tensors = [*inputs, *self._before(inputs)]

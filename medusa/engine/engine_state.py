@@ -8,7 +8,8 @@ from typing import get_args
 
 import torch
 
-from medusa.base.causal_lm import CausalLM, lm_head, lm_head_device, with_rules
+from medusa.base.causal_lm import CausalLM, lm_head, lm_head_device
+from medusa.base.passes import with_rules
 from medusa.console import log_console
 from medusa.engine.card.support import card_unsupported_reason, fused_on_card, is_on_a_card
 from medusa.engine.kernels import kernels_unsupported_reason
@@ -26,7 +27,7 @@ from medusa.trees.tuned_trees import Runtime
 
 def apply_engine(base: CausalLM, engine: Engine) -> CausalLM:
     """The model to decode with: ``base`` itself, or a view of it that shares its parameters, as of a base
-    that keeps states (:func:`medusa.base.causal_lm.with_rules`).
+    that keeps states (:func:`medusa.base.passes.with_rules`).
 
     Raises:
         ValueError: unknown engine, or one that cannot run this model; the message names the missing

@@ -20,12 +20,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from medusa.base.causal_lm import (
-    HasQuantisedRows,
-    copy_sharing_parameters,
-    embedding_rows,
-    embedding_weight,
-)
+from medusa.base.causal_lm import HasQuantisedRows, copy_sharing_parameters, embedding_rows, embedding_weight
 from medusa.engine.libraries import found_compiler
 from medusa.engine.programs import Part, Program
 from medusa.engine.weights.products import GroupQuantisedLMHead, GroupQuantisedMatmul, PackedMatmul

@@ -27,16 +27,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from medusa.base.cache import TreeCache
-from medusa.base.causal_lm import (
-    CausalLM,
-    cache_argument,
-    capture_hidden_states,
-    copy_sharing_parameters,
-    decoder_layers,
-    new_cache,
-    rope_types,
-    tree_inputs,
-)
+from medusa.base.causal_lm import CausalLM, copy_sharing_parameters, decoder_layers
+from medusa.base.passes import cache_argument, capture_hidden_states, new_cache, tree_inputs
+from medusa.base.profile import rope_types
 from medusa.base.recurrent import ConvolutionState, MatrixState, Paths, StateLayer
 from medusa.engine.programs import Part
 from medusa.trees.candidate_tree import CandidateTree

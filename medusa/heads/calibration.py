@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from medusa.base.causal_lm import hidden_states, layers_of, lm_head, lm_head_device, longrope_threshold
+from medusa.base.causal_lm import lm_head, lm_head_device
+from medusa.base.passes import hidden_states, layers_of
+from medusa.base.profile import longrope_threshold
 from medusa.heads.protocol import Heads
 from medusa.trees.rank_counts import MISS, UNKNOWN, RankCounts
 

@@ -37,7 +37,7 @@ from medusa.heads.eagle3 import Eagle3Head
 from medusa.heads.fingerprint import BaseFingerprint, warn_of_another_base
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.heads.mtp import MtpHead
-from medusa.heads.protocol import Heads
+from medusa.heads.protocol import Heads, check_tree_fits
 from medusa.heads.stored_types import ROW_BYTES, GroupType, is_grouped, stored, widened
 from medusa.heads.tensor_files import check_finite, check_tensors, read_tensors
 from medusa.hub import hub_directory
@@ -265,23 +265,6 @@ def check_sizes(base: CausalLM, size: int, vocabulary: int | None, subject: str,
                 f"{subject} for {name}={heads_size}, base model {base.name_or_path!r} has {base_size}; "
                 f"{advice}"
             )
-
-
-def check_tree_fits(tree: CandidateTree, heads: Heads | None) -> None:
-    """Raise ValueError when ``tree`` asks for more depths than ``heads`` guess, or for more ranks than the
-    tokens that they score; None guesses nothing."""
-    num_heads = 0 if heads is None else heads.num_heads
-    if tree.depth > num_heads:
-        raise ValueError(
-            f"tree has depth {tree.depth}, the heads are {num_heads}: a tree is at most as deep as they "
-            f"guess; use tree.subtree({num_heads})"
-        )
-    widest = max(tree.width_by_depth, default=0)
-    if heads is not None and widest > heads.num_columns:
-        raise ValueError(
-            f"tree asks for rank {widest - 1}, the heads score {heads.num_columns} tokens: every rank must "
-            "be below that; choose a narrower tree"
-        )
 
 
 def heads_directory(source: str | Path, **hub: Any) -> Path:

@@ -17,9 +17,10 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from medusa.base.causal_lm import CausalLM, cache_argument, hidden_size, vocab_size
+from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
 from medusa.base.gguf_file import GGUFFile
 from medusa.base.loading import gguf_model, gguf_path
+from medusa.base.passes import cache_argument
 from medusa.console import counted
 from medusa.heads.autoregressive_head import AutoregressiveHead, Drafted
 from medusa.heads.draft_vocab import MAX_LAYERS, MAX_SIZE

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from medusa.base.causal_lm import CausalLM
 from medusa.heads.draft_vocab import DraftVocab
 from medusa.options import ForeignName
+from medusa.trees.candidate_tree import CandidateTree
 
 
 class Heads(DraftVocab):
@@ -104,3 +105,20 @@ class Heads(DraftVocab):
             path: (P, K) long, the text's tokens after each position.
             lm_head: the base's.
         """
+
+
+def check_tree_fits(tree: CandidateTree, heads: Heads | None) -> None:
+    """Raise ValueError when ``tree`` asks for more depths than ``heads`` guess, or for more ranks than the
+    tokens that they score; None guesses nothing."""
+    num_heads = 0 if heads is None else heads.num_heads
+    if tree.depth > num_heads:
+        raise ValueError(
+            f"tree has depth {tree.depth}, the heads are {num_heads}: a tree is at most as deep as they "
+            f"guess; use tree.subtree({num_heads})"
+        )
+    widest = max(tree.width_by_depth, default=0)
+    if heads is not None and widest > heads.num_columns:
+        raise ValueError(
+            f"tree asks for rank {widest - 1}, the heads score {heads.num_columns} tokens: every rank must "
+            "be below that; choose a narrower tree"
+        )

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa.base.causal_lm import CausalLM, embedding_weight, lm_head, logit_scale, vocab_size
+from medusa.base.causal_lm import CausalLM, embedding_weight, lm_head, vocab_size
+from medusa.base.passes import logit_scale
 from medusa.files import read_json
 from medusa.heads.draft_vocab import MAX_LAYERS
 from medusa.heads.fingerprint import TOLERANCE, relative_distance

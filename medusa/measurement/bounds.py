@@ -18,13 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa.base.causal_lm import (
-    CausalLM,
-    cache_bytes,
-    embedding_weight,
-    hidden_states,
-    lm_head,
-)
+from medusa.base.causal_lm import CausalLM, embedding_weight, lm_head
+from medusa.base.passes import cache_bytes, hidden_states
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.engine.weights.products import JoinedLinear, PackedMatmul
 from medusa.hardware import DeviceRates

@@ -25,7 +25,8 @@ from transformers import DynamicCache
 
 import medusa
 from medusa.assets import name_in_reports
-from medusa.base.causal_lm import CausalLM, cache_argument
+from medusa.base.causal_lm import CausalLM
+from medusa.base.passes import cache_argument
 from medusa.console import PERCENT, Column
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.heads.calibration import AnsweredTokens

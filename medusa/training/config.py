@@ -16,7 +16,8 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from medusa.base.causal_lm import CausalLM, hidden_size, logit_scale, vocab_size
+from medusa.base.causal_lm import CausalLM, hidden_size, vocab_size
+from medusa.base.passes import logit_scale
 from medusa.heads.checkpoint import KINDS
 from medusa.heads.eagle3 import Eagle3Config
 from medusa.heads.medusa_heads import HeadsConfig, Unembedding

@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, lm_head, logits_of_states
+from medusa.base.causal_lm import CausalLM, embedding_weight, hidden_size, lm_head
+from medusa.base.passes import logits_of_states
 from medusa.heads.draft_vocab import GatheredRows
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.training.config import LossOptions

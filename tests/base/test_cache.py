@@ -19,8 +19,9 @@ from test_causal_lm import TOLERANCE, tree_of
 
 from medusa import CandidateTree
 from medusa.acceptance.exact import accepted_up_to
-from medusa.base.cache import GROWTH_STEP, CacheMemory, TreeCache, TreeCacheLayer
-from medusa.base.causal_lm import new_cache, prefill, verify
+from medusa.base.cache import GROWTH_STEP, TreeCache, TreeCacheLayer
+from medusa.base.fixed_cache import CacheMemory
+from medusa.base.passes import new_cache, prefill, verify
 from medusa.trees.candidate_tree import TreeTopology
 
 

@@ -64,20 +64,18 @@ from transformers.utils import generic
 
 from medusa import CandidateTree, MedusaModel
 from medusa.base.architecture_check import verification_error
-from medusa.base.causal_lm import (
+from medusa.base.causal_lm import hidden_size, lm_head, vocab_size
+from medusa.base.passes import (
     cache_argument,
     cache_of,
-    context_length,
-    hidden_size,
     hidden_states,
     layers_of,
-    lm_head,
     new_cache,
     prefill,
     takes_cache,
     verify,
-    vocab_size,
 )
+from medusa.base.profile import context_length
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 LENGTHS = [3 * SLIDING_WINDOW, 5, SLIDING_WINDOW - 1, 1]

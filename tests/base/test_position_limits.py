@@ -28,14 +28,8 @@ from transformers import (
 
 from medusa import MedusaModel
 from medusa.base.architecture_check import check_tree_verification
-from medusa.base.causal_lm import (
-    common_context,
-    context_length,
-    longrope_threshold,
-    new_cache,
-    prefill,
-    unmasked_window,
-)
+from medusa.base.passes import new_cache, prefill
+from medusa.base.profile import common_context, context_length, longrope_threshold, unmasked_window
 
 
 @pytest.fixture(scope="module")

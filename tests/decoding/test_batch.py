@@ -24,7 +24,7 @@ from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 
 from medusa import CandidateTree, MedusaModel
 from medusa.base.cache import TreeCache
-from medusa.base.causal_lm import cache_bytes
+from medusa.base.passes import cache_bytes
 from medusa.decoding import batch as batch_module
 from medusa.decoding.batch import BatchLimits, Row
 from medusa.decoding.prefix_cache import PrefixCache

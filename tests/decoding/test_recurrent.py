@@ -28,7 +28,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 from medusa import CandidateTree, MedusaModel
 from medusa.acceptance.rules import RULES
 from medusa.base import recurrent_rules
-from medusa.base.causal_lm import cache_bytes, decoder_layers, new_cache, prefill, verify, with_rules
+from medusa.base.causal_lm import decoder_layers
+from medusa.base.passes import cache_bytes, new_cache, prefill, verify, with_rules
 from medusa.base.recurrent import Kept, MatrixState, Paths
 from medusa.base.recurrent_rules import has_rules
 from medusa.decoding.batch import Batch, BatchLimits, Row
@@ -293,7 +294,7 @@ def test_texts_with_the_same_beginning_go_on_from_a_state_within_it(model_type, 
 def test_states_within_texts_are_the_denser_the_nearer_to_its_end_and_have_a_bound():
     model = model_of("mamba2")
     cache = new_cache(model.base, 1)
-    prefill(model.base, random_prompts(1, 8), torch.tensor([8]), cache)
+    prefill(model.engine_base, random_prompts(1, 8), torch.tensor([8]), cache)
     size = cache.states_of_row(0).num_bytes
     prefixes = PrefixCache(100 * size)
     for length in range(256, 256 * 40, 256):

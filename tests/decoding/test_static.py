@@ -30,7 +30,7 @@ from transformers.generation import logits_process as hf
 
 from medusa import CandidateTree, DecodingStatistics, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
-from medusa.base.cache import FixedTreeCache
+from medusa.base.fixed_cache import FixedTreeCache
 from medusa.decoding.batch import Batch, StepResult
 from medusa.decoding.executor import Call, Executor
 from medusa.decoding.kept_rows import MAX_KEPT

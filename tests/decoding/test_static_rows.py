@@ -24,8 +24,8 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from medusa import CandidateTree, MedusaModel
 from medusa.acceptance.row_settings import Program, row_numbers
-from medusa.base.cache import CacheMemory
-from medusa.base.causal_lm import new_cache, prefill
+from medusa.base.fixed_cache import CacheMemory
+from medusa.base.passes import new_cache, prefill
 from medusa.decoding.batch import Batch, BatchLimits
 from medusa.decoding.static import StaticState
 from medusa.decoding.static_rows import AWAITED_INTERVAL, can_be_shared

@@ -24,7 +24,7 @@ from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.acceptance.rules import RULES
 from medusa.acceptance.sampling import UpcomingNoise
 from medusa.base.cache import TreeCache
-from medusa.base.causal_lm import hidden_states
+from medusa.base.passes import hidden_states
 from medusa.drafters.autoregressive import AutoregressiveDrafter
 from medusa.drafters.draft_model import (
     DraftModelDrafter,

@@ -35,7 +35,7 @@ from transformers import (
 from triton_device import DEVICE, NEAR
 
 from medusa import CandidateTree, MedusaModel
-from medusa.base.causal_lm import new_cache, prefill, verify
+from medusa.base.passes import new_cache, prefill, verify
 from medusa.engine.card.fused_layer import CardLayer, Handover, card_view, num_fused
 from medusa.engine.card.joined_weights import in_one_piece, joined_product
 from medusa.engine.card.support import (

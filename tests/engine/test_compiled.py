@@ -23,7 +23,8 @@ from transformers import (
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
 from medusa.assets import cache_home
-from medusa.base.causal_lm import lm_head, new_cache, prefill, verify
+from medusa.base.causal_lm import lm_head
+from medusa.base.passes import new_cache, prefill, verify
 from medusa.decoding.batch import BatchLimits, Row
 from medusa.engine import compiled as compiled_passes
 from medusa.engine import kernels, pass_parts

@@ -8,7 +8,7 @@ from conftest import left_padded, needs_kernels, random_prompts
 from stateful_models import DECODABLE, stateful_model
 
 from medusa import CandidateTree, MedusaModel
-from medusa.base.causal_lm import new_cache, prefill
+from medusa.base.passes import new_cache, prefill
 from medusa.decoding.batch import BatchLimits, Row
 from medusa.engine.engine_state import apply_engine
 

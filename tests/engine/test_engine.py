@@ -24,7 +24,7 @@ from transformers import DogeConfig, DogeForCausalLM, LlamaConfig, LlamaForCausa
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
-from medusa.base.causal_lm import new_cache, prefill, verify
+from medusa.base.passes import new_cache, prefill, verify
 from medusa.engine.engine_state import apply_engine
 from medusa.engine.optimized_heads import optimized_heads
 from medusa.engine.views import (

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from medusa import CandidateTree, HeadsConfig, MedusaHeads, MedusaModel
-from medusa.base.causal_lm import new_cache, prefill, verify
+from medusa.base.passes import new_cache, prefill, verify
 from medusa.cli import loading
 from medusa.engine import compiled, fused_layers, optimized_heads, programs
 from medusa.engine.compiled import CompiledPass, library_paths

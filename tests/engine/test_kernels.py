@@ -32,7 +32,7 @@ from medusa import CandidateTree, MedusaModel, files
 from medusa.acceptance import sampling
 from medusa.acceptance.sampling import hashed_bits
 from medusa.base.attention import TREE_ATTENTION, seen_slots, tree_attention_masks
-from medusa.base.causal_lm import new_cache, prefill, verify
+from medusa.base.passes import new_cache, prefill, verify
 from medusa.engine import building, engine_state, kernels
 from medusa.engine.kernels import has_tiles, kernels_unsupported_reason
 from medusa.engine.views import view_of

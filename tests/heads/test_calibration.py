@@ -8,7 +8,8 @@ from conftest import SWITCH, VOCAB_SIZE, longrope_model, random_prompts
 from tiny_chat import chat_base, chat_heads, chat_model, wide_tree
 
 from medusa import HeadsConfig, MedusaHeads
-from medusa.base.causal_lm import hidden_states, lm_head
+from medusa.base.causal_lm import lm_head
+from medusa.base.passes import hidden_states
 from medusa.heads.calibration import AnsweredTokens, calibrate
 from medusa.trees.rank_counts import MISS, UNKNOWN
 

@@ -19,7 +19,8 @@ from medusa import (
     load_heads,
     save_heads,
 )
-from medusa.base.causal_lm import hidden_states, lm_head
+from medusa.base.causal_lm import lm_head
+from medusa.base.passes import hidden_states
 from medusa.cli.info import describe_heads
 from medusa.drafters.autoregressive import AutoregressiveDrafter
 from medusa.drafters.dynamic import DynamicAutoregressiveDrafter

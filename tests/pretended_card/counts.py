@@ -21,7 +21,7 @@ from conftest import GROUPED, random_heads, random_prompts
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from medusa import CandidateTree, MedusaModel
-from medusa.base.causal_lm import cache_argument
+from medusa.base.passes import cache_argument
 from medusa.decoding.batch import BatchLimits, Row
 
 NUM_LAYERS = 32

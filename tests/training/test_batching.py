@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa import HeadsConfig, MedusaHeads
-from medusa.base.causal_lm import lm_head, longrope_threshold
+from medusa.base.causal_lm import lm_head
+from medusa.base.profile import longrope_threshold
 from medusa.training.config import DataOptions, LossOptions
 from medusa.training.data.batching import MicroBatch, collate, plan_epoch, plan_in_order
 from medusa.training.data.dataset import Document, Documents

@@ -25,7 +25,8 @@ from tiny_training import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.base.causal_lm import hidden_states, lm_head
+from medusa.base.causal_lm import lm_head
+from medusa.base.passes import hidden_states
 from medusa.training.config import JointOptions
 from medusa.training.data.batching import collate
 from medusa.training.losses import Alignment, align, teacher_of

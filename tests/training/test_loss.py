@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from medusa import HeadsConfig, MedusaHeads
-from medusa.base.causal_lm import hidden_states
+from medusa.base.passes import hidden_states
 from medusa.training.config import LossOptions
 from medusa.training.losses import Alignment, FusedLoss, SplitHeads, align, needed_states, teacher_of
 from medusa.training.recipes.recipe import HeadsLoss

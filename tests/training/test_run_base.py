@@ -32,7 +32,8 @@ from transformers import (
 )
 
 from medusa import HeadsCheckpoint, load_heads, save_heads
-from medusa.base.causal_lm import hidden_size, hidden_states, lm_head, logit_scale
+from medusa.base.causal_lm import hidden_size, lm_head
+from medusa.base.passes import hidden_states, logit_scale
 from medusa.training.config import BaseOptions, DataOptions
 from medusa.training.data.batching import collate
 from medusa.training.data.dataset import Document, Documents

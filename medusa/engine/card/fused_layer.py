@@ -22,15 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.base.cache import FixedTreeCache, TreeCache
-from medusa.base.causal_lm import (
-    CausalLM,
-    cache_argument,
-    copy_sharing_parameters,
-    decoder_layers,
-    new_cache,
-    tree_inputs,
-)
+from medusa.base.cache import TreeCache
+from medusa.base.causal_lm import CausalLM, copy_sharing_parameters, decoder_layers
+from medusa.base.fixed_cache import FixedTreeCache
+from medusa.base.passes import cache_argument, new_cache, tree_inputs
 from medusa.engine.card.attention_kernel import tree_attention
 from medusa.engine.card.joined_weights import KeepsModules, joined_product
 from medusa.engine.card.rotary_kernel import turned_queries

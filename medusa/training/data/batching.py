@@ -30,7 +30,7 @@ def plan_epoch(
 ) -> list[MicroBatch]:
     """The micro-batches of one epoch over documents of ``lengths`` (n,), each document once.
 
-    ``switch`` is the base's :func:`medusa.base.causal_lm.longrope_threshold`: documents longer than that
+    ``switch`` is the base's :func:`medusa.base.profile.longrope_threshold`: documents longer than that
     share no micro-batch with others, which the base would read otherwise beside them. Rows that are packed
     must not reach past it.
     """

@@ -24,7 +24,8 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
-from medusa.base.causal_lm import lm_head, longrope_threshold
+from medusa.base.causal_lm import lm_head
+from medusa.base.profile import longrope_threshold
 from medusa.console import ProgressReporter
 from medusa.heads.checkpoint import HeadsCheckpoint, save_heads
 from medusa.heads.fingerprint import BaseFingerprint

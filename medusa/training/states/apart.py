@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from medusa.base.causal_lm import CausalLM, hidden_states
+from medusa.base.causal_lm import CausalLM
+from medusa.base.passes import hidden_states
 from medusa.base.recurrent import is_recurrent
 
 MOST_PADDED = 1.25
@@ -23,7 +24,7 @@ def hidden_states_apart(
 ) -> Tensor:
     """States (B, T, (1 + L) * D) of rows (B, T) long, of documents that do not see each other: they begin
     where ``positions`` (B, T) long are 0. The other arguments are those of
-    :func:`medusa.base.causal_lm.hidden_states`."""
+    :func:`medusa.base.passes.hidden_states`."""
     if not is_recurrent(base) or not bool((positions[:, 1:] == 0).any()):
         return hidden_states(base, input_ids, position_ids=positions, layers=layers)
     tokens = input_ids.flatten()

@@ -13,14 +13,9 @@ from torch import Tensor
 
 from medusa.base import loading
 from medusa.base.architecture_check import check_decodable
-from medusa.base.causal_lm import (
-    CausalLM,
-    context_length,
-    lm_head,
-    lm_head_device,
-    longrope_threshold,
-)
+from medusa.base.causal_lm import CausalLM, lm_head, lm_head_device
 from medusa.base.loading import find_base, is_held_quantised
+from medusa.base.profile import context_length, longrope_threshold
 from medusa.base.recurrent import is_recurrent
 from medusa.engine.views import packed_as
 from medusa.engine.weights.load import load_base

@@ -28,7 +28,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from medusa.base.causal_lm import CausalLM, hidden_size, lm_head, logits_of_states, place_of
+from medusa.base.causal_lm import CausalLM, hidden_size, lm_head, place_of
+from medusa.base.passes import logits_of_states
 from medusa.training.config import DataOptions
 from medusa.training.data.dataset import Documents
 from medusa.training.endpoints import Endpoint, EndpointPool, Refusal
