@@ -55,14 +55,18 @@ from medusa.trees.tuned_trees import Runtime, TunedTree
 
 
 @dataclass(frozen=True)
-class _Options:
-    """How one call decodes, besides the arguments of ``transformers``; see :meth:`MedusaModel.generate`."""
+class CallOptions:
+    """How one call decodes, besides the arguments of ``transformers``; see :meth:`MedusaModel.generate`.
 
-    seed: Any
-    tree: CandidateTree | None
-    drafter: Drafter | str | None
-    acceptance: str
-    step: StepKind | None
+    ``generate``, ``stream`` and ``decode`` write them out, for editors and for ``transformers``, which reads
+    the signature of a decoding method.
+    """
+
+    seed: int | Sequence[int] | Tensor | None = None
+    tree: CandidateTree | None = None
+    drafter: Drafter | str | None = None
+    acceptance: str = "exact"
+    step: StepKind | None = None
     prediction: Any = None
     corpus: SuffixCorpus | None = None
 
@@ -523,7 +527,7 @@ class MedusaModel:
             sequences (B, T + new) long, or a :class:`MedusaOutput` with ``statistics`` when
             ``return_dict_in_generate=True``.
         """
-        options = _Options(seed, tree, drafter, acceptance, step, prediction, corpus)
+        options = CallOptions(seed, tree, drafter, acceptance, step, prediction, corpus)
         return self._joined(self._call_transformers(inputs, kwargs), options, streamer)
 
     def stream(
@@ -543,7 +547,7 @@ class MedusaModel:
         """The same tokens as :meth:`generate`, one step at a time; ``statistics`` is filled as it goes. With
         static or captured steps on a GPU, where the latter are the default, the results of several steps
         arrive at once; ``step="general"`` gives each as it comes."""
-        options = _Options(seed, tree, drafter, acceptance, step, prediction, corpus)
+        options = CallOptions(seed, tree, drafter, acceptance, step, prediction, corpus)
         return self._decoded(self._call_transformers(inputs, kwargs), options, statistics)
 
     def continuous_batch(
@@ -645,7 +649,7 @@ class MedusaModel:
             raise ValueError("decode belongs to this MedusaModel's own base model, got another one")
         call |= {"input_ids": input_ids, "generation_config": generation_config}
         return self._joined(
-            call, _Options(seed, tree, drafter, acceptance, step, prediction, corpus), streamer
+            call, CallOptions(seed, tree, drafter, acceptance, step, prediction, corpus), streamer
         )
 
     def _call_transformers(self, inputs: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -667,7 +671,7 @@ class MedusaModel:
     def _decoded(
         self,
         call: dict[str, Any],
-        options: _Options,
+        options: CallOptions,
         statistics: DecodingStatistics | None,
         is_streamed: bool = True,
     ) -> Generator[StepResult, None, None]:
@@ -704,7 +708,7 @@ class MedusaModel:
                 learning.add(prompt, answer)
 
     def _joined(
-        self, call: dict[str, Any], options: _Options, streamer: BaseStreamer | None
+        self, call: dict[str, Any], options: CallOptions, streamer: BaseStreamer | None
     ) -> Tensor | MedusaOutput:
         """Run all steps, and join their tokens to what ``generate`` returns."""
         input_ids = call["input_ids"].long()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from dataclasses import replace
 
@@ -53,6 +54,7 @@ from medusa.drafters.protocol import PlainDrafter
 from medusa.drafters.registry import DRAFTERS
 from medusa.drafters.suffix import SuffixDrafter
 from medusa.drafters.union import UnionDrafter
+from medusa.model import CallOptions
 from medusa.trees.tuned_trees import TunedTree
 
 TREE = CandidateTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
@@ -378,6 +380,19 @@ def drafters_of(model, monkeypatch, **options):
         patch.setattr(Executor, "plan", noting)
         model.generate(PROMPT, **options)
     return given
+
+
+@pytest.mark.parametrize("method", ["generate", "stream", "decode"])
+def test_the_options_of_a_call_are_those_of_one_declaration(method):
+    """Written out, in the same order, of the same types, with the same defaults."""
+    parameters = inspect.signature(getattr(MedusaModel, method)).parameters
+    options = inspect.signature(CallOptions).parameters
+    written_out = {name: parameter for name, parameter in parameters.items() if name in options}
+    assert list(written_out) == list(options)
+    for name, option in options.items():
+        written = written_out[name]
+        assert (written.annotation, written.default) == (option.annotation, option.default), name
+        assert written.kind is inspect.Parameter.KEYWORD_ONLY
 
 
 def test_the_fastest_drafter_is_the_default(model, monkeypatch):

@@ -51,6 +51,9 @@ from medusa.base.recurrent import MASKS_OF_STATES, RecurrentCache, is_recurrent
 from medusa.base.recurrent_rules import MatrixRule, has_rules, matrix_rule, put_rules
 from medusa.trees.candidate_tree import TreeTopology
 
+CHUNK = 512
+"""Tokens of a prompt that one pass reads at most."""
+
 
 def with_rules(base: CausalLM, rule: MatrixRule = matrix_rule) -> CausalLM:
     """The model to decode with where ``base`` keeps states: a view that runs the rules of
@@ -205,7 +208,7 @@ def prefill(
     tokens: Tensor,
     lengths: Tensor,
     cache: TreeCache,
-    chunk: int = 512,
+    chunk: int = CHUNK,
     layers: Sequence[int] = (),
     run: Callable[..., tuple[Tensor, Tensor]] = verify,
     keeps_features: bool = False,
@@ -215,9 +218,9 @@ def prefill(
 
     tokens: (B, T) long, right-padded. lengths: (B,) long, tokens per row; each must exceed the cached length.
     A prompt is a tree too, a chain, so it goes through ``run``, ``chunk`` tokens at a time to bound memory;
-    with LongRoPE (see the top of this file) the first chunk of a long prompt is as long as it takes to switch
-    the factors. ``keeps_features`` has the cache keep the states of all tokens, for drafters that read them.
-    ``known`` are the ``lengths`` where the host has them.
+    with LongRoPE (:mod:`medusa.base.profile`) the first chunk of a long prompt is as long as it takes to
+    switch the factors. ``keeps_features`` has the cache keep the states of all tokens, for drafters that read
+    them. ``known`` are the ``lengths`` where the host has them.
     """
     hidden = logits = None
     cache.expect(tokens.shape[1])

@@ -6,14 +6,14 @@ A text has a cache of its own and shares no pass, so its vector does not depend 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from medusa.base.attention import pinned_attention
-from medusa.base.passes import prefill
 from medusa.base.pooling import Pooling
-from medusa.decoding.runners import CHUNK, Runner
+from medusa.decoding.runners import Runner
 from medusa.hardware import sent
 
 
@@ -54,9 +54,8 @@ class PooledStates:
             return states, logits
 
         with pinned_attention(self._runner.profile.device):
-            hidden, _ = prefill(
-                self._runner.base, self._tokens, lengths, self._cache, CHUNK, run=run, known=[known]
-            )
+            summing = replace(self._runner, run_pass=run)
+            hidden, _ = summing.prefill(self._tokens, lengths, self._cache, known=[known])
         self._last = hidden[0].float()
         self.num_read = self._cache.longest
 

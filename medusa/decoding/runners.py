@@ -17,16 +17,15 @@ from torch import Tensor
 
 from medusa.base.cache import TreeCache
 from medusa.base.causal_lm import CausalLM
-from medusa.base.passes import new_cache, prefill
+from medusa.base.passes import CHUNK, new_cache, prefill
 from medusa.base.passes import verify as eager_pass
 from medusa.base.profile import BaseProfile
 from medusa.decoding.state import DecodeState
 from medusa.drafters.protocol import Draft
 
-CHUNK = 512
-"""Tokens of a prompt that one pass reads at most."""
 CPU_CHUNK = 256
-"""The same on a CPU, where more take no less time, and more memory: 0.4 GB in a model of 8B."""
+"""As :data:`medusa.base.passes.CHUNK` on a CPU, where more take no less time, and more memory: 0.4 GB in a
+model of 8B."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,8 @@ class Runner:
         chunk: int | None = None,
         known: list[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As :func:`medusa.base.passes.prefill`; ``chunk`` is :data:`CPU_CHUNK` or :data:`CHUNK` by
-        default."""
+        """As :func:`medusa.base.passes.prefill`; ``chunk`` is :data:`CPU_CHUNK` or
+        :data:`medusa.base.passes.CHUNK` by default."""
         if chunk is None:
             chunk = CPU_CHUNK if self.profile.is_on_cpu else CHUNK
         return prefill(

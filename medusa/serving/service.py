@@ -52,7 +52,7 @@ RETRY_AFTER = 2
 CHUNK_SECONDS = 0.25
 """The longest time of a part of a prompt, or of a text that is embedded: a request that comes meanwhile waits
 for it."""
-CPU_CHUNK = 64
+SHORT_CHUNK = 64
 """Prompt tokens at a time on a CPU: there a token costs no more in a short chunk than in a long one, and
 running answers wait for the whole of it."""
 PLAIN_SAMPLING = SamplingAdvice(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
@@ -119,7 +119,7 @@ class Service(PromptTokenizer):
         self.limits = BatchLimits(
             max_rows=options.max_rows,
             max_waiting=options.max_waiting,
-            chunk=options.chunk or (CPU_CHUNK if model.profile.is_on_cpu else BatchLimits.chunk),
+            chunk=options.chunk or (SHORT_CHUNK if model.profile.is_on_cpu else BatchLimits.chunk),
             by_time=options.chunk is None and model.profile.is_on_cpu,
             chunk_seconds=CHUNK_SECONDS,
         ).in_memory(model.engine_base, *(_bytes(mib) for mib in (options.cache_mib, options.prefix_mib)))

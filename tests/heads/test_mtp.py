@@ -185,9 +185,10 @@ def test_layers_with_other_masks_are_refused(bases):
 
 
 def test_an_older_transformers_is_told_which_it_takes(bases, monkeypatch):
+    base = bases("glm4_moe")
     monkeypatch.delattr(transformers.modeling_layers, "MtpModel")
     with pytest.raises(ValueError, match=r"drafter 'mtp' needs transformers 5\.23 .* pip install"):
-        MedusaModel(bases("glm4_moe")).generate(PROMPT, drafter="mtp")
+        MedusaModel(base).generate(PROMPT, drafter="mtp")
 
 
 def test_a_heads_directory_says_it_too(bases, monkeypatch, tmp_path):
