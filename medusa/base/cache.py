@@ -55,14 +55,10 @@ class PassSlots:
 
 
 class TreeCache(Cache):
-    """Committed tokens of B rows of different lengths; all changes of cache contents are made here.
+    """Committed tokens of B rows of different lengths; one object for all layers changes what they hold.
 
     Per forward pass: :meth:`plan_pass`, the model's forward, then :meth:`commit`.
     """
-
-    takes_masks = True
-    """Whether the caller passes the attention mask. If not, the model makes its own, and a pass must read no
-    slots after its own tokens."""
 
     def __init__(self, num_rows: int, num_layers: int, device: torch.device | str):
         self.under_way = PassSlots(torch.zeros(num_rows, 0, dtype=torch.long, device=device))
@@ -181,7 +177,7 @@ class TreeCache(Cache):
         """
         nodes = torch.arange(first_node, first_node + num_nodes, device=self.lengths.device)
         self.under_way.slots = self.lengths[:, None] + nodes
-        multiple = READ_STEP.get(self.lengths.device.type, 1) if self.takes_masks else 1
+        multiple = READ_STEP.get(self.lengths.device.type, 1)
         self.under_way.num_slots = -(-(self.longest + first_node + num_nodes) // multiple) * multiple
         same_length = self.num_rows == 1 or all(length == self.longest for length in self.known_lengths)
         self.under_way.shared_start = self.longest + first_node if same_length else None

@@ -1,5 +1,6 @@
 """Runs static steps as they are, or as CUDA graphs, which write to the tensors that they were captured with.
-Whose tensors these are, and for how long, is decided in :mod:`medusa.decoding.static_rows`.
+Whose tensors these are is decided in :mod:`medusa.decoding.static_stepper`, and for how long in
+:mod:`medusa.decoding.kept_steppers`.
 """
 
 from __future__ import annotations

@@ -23,20 +23,20 @@ How steps are run is chosen by one argument, ``step=``.
 
 The tokens are the same. Models sharded over devices (``device_map``) run ``general`` and ``static``.
 
-A batch that requests join (``MedusaModel.continuous_batch``, ``medusa serve``) chooses for all of its rows at
-once, and anew whenever rows have come or gone (``static_rows.py``): static or captured steps while every row
-can be in them, general ones while one cannot: settings are numbers in tensors there, and processors that are
-no such numbers, log-probabilities, predictions and a corpus cannot be in them. Its drafters are the model's
-own; heads that guess one token after the other have general steps.
+A shared batch, which requests join (``MedusaModel.continuous_batch``, ``medusa serve``), chooses for all of
+its rows at once, and anew whenever rows have come or gone (``static_stepper.py``): static or captured steps
+while every row can be in them, general ones while one cannot: settings are numbers in tensors there, and
+processors that are no such numbers, log-probabilities, predictions and a corpus cannot be in them. Its
+drafters are the model's own; heads that guess one token after the other have general steps.
 
 Capturing takes as long as a few steps, once for each number of rows, tree, sampling setting and number of
 slots, with drafts and without where guessing may pause (``adaptive.py``);
 ``DecodingStatistics.setup_seconds`` reports the time. In a shared batch the number of rows is 1, 2, 4, 8, ...
 and a setting is captured once, whatever its numbers are. A model keeps the graphs of its last few settings
-with their caches (``kept_rows.py``), since a graph writes to the tensors it was captured with, and a batch
-those of all its rows. Where a step cannot be captured, because the base or a
-logits processor reads a number on the host, or somebody has hung a hook on the base, static steps run, with
-a warning; a shared batch that nobody has asked for captured steps then runs general ones.
+with their caches (``kept_steppers.py``), since a graph writes to the tensors it was captured with, and a
+batch those of all its rows. Where a step cannot be captured, because the base or a logits processor reads a
+number on the host, or somebody has hung a hook on the base, static steps run, with a warning; a shared batch
+that nobody has asked for captured steps then runs general ones.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from medusa.base.causal_lm import CausalLM, lm_head
 from medusa.base.passes import verify
 from medusa.base.profile import BaseProfile
 from medusa.decoding.adaptive import AdaptiveDrafting, DraftCosts
-from medusa.decoding.kept_rows import KeptRows
+from medusa.decoding.kept_steppers import KeptSteppers
 from medusa.decoding.runners import Runner
 from medusa.decoding.state import DecodeRequest
-from medusa.decoding.static_rows import StaticRows, check_static, settings_of, static_obstacle
+from medusa.decoding.static_stepper import StaticStepper, check_static, settings_of, static_obstacle
 from medusa.decoding.step import GeneralStepper, Stepper
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import MAX_OPTIONAL_NODES, DraftCall, DrafterFactory
@@ -90,7 +90,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call, or a batch that requests join, decodes."""
+    """How a call, or a shared batch, decodes."""
 
     step: StepKind
     """The kind of its steps; of a batch, of those whose rows can all be in them."""
@@ -102,8 +102,8 @@ class Plan:
     """The drafter, and the adaptive policy or None, for a number of rows, rounded up to a power of two;
     whether rows have reference texts; and the kind of their steps. Its results are kept."""
     staleness_check: Callable[[bool], None] = lambda is_new_request: None
-    """Raises ValueError if base or heads have changed since. Called with True for each new request, and with
-    False before each step."""
+    """Raises ValueError if base or heads have changed since. Called with True where a request joins a shared
+    batch, and with False before or after passes."""
     max_nodes: int = 1
     """Slots that a row needs beyond its text: the largest number of nodes of a draft, root included, after
     all that the steps of one burst before the last may add."""
@@ -144,7 +144,7 @@ class Executor:
         self.profile = BaseProfile.of(self.engine_base)
         self.trees = (trees or trees_of(heads)).on(self.state.runtime)
         self.costs = DraftCosts()
-        self.captured = KeptRows()
+        self.captured = KeptSteppers()
         self.drafters = DrafterFactory(self)
         self._tokenizer = tokenizer
         self._checked: set[str] = set()
@@ -238,7 +238,7 @@ class Executor:
                 f"their guesses on the host; use step={FALLBACK_STEP!r}"
             )
         else:
-            stepper = StaticRows(GeneralStepper(runner, FALLBACK_STEP), kind, max_rows, step == "auto")
+            stepper = StaticStepper(GeneralStepper(runner, FALLBACK_STEP), kind, max_rows, step == "auto")
         depth = 0
         num_nodes = 1
         if not plain:
@@ -308,8 +308,8 @@ class Executor:
         self.captured.make_room(self.profile.device)  # before these grow
         return rows
 
-    def _static_rows(self, step: StepKind, runner: Runner, call: DecodeRequest) -> StaticRows:
-        return StaticRows(GeneralStepper(runner, FALLBACK_STEP), step, len(call.tokens), call=call)
+    def _static_rows(self, step: StepKind, runner: Runner, call: DecodeRequest) -> StaticStepper:
+        return StaticStepper(GeneralStepper(runner, FALLBACK_STEP), step, len(call.tokens), call=call)
 
     # ------------------------------------------------------------------ which steps run here
 

@@ -4,8 +4,8 @@ A runner is chosen once for a request or a batch (:mod:`medusa.decoding.executor
 computed (by the base's modules or compiled ahead), which cache they need, and when a pass must be run again:
 where a node is not finite. The base gives NaN or infinity on a guess that nobody would write. Attention
 multiplies masked slots by 0, so one such node makes all others NaN. The pass is run again without guesses.
-Steps of fixed shape are run by :mod:`medusa.decoding.static_rows`, and repaired there too: their host reads
-many steps at once, so a row whose node is not finite stands still until then.
+Steps of fixed shape are run by :mod:`medusa.decoding.static_stepper`, and repaired there too: their host
+reads many steps at once, so a row whose node is not finite stands still until then.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Verified:
     draft: Draft
     """The nodes that the pass read: all that were drafted, or the root alone."""
     hidden: Tensor
-    """(B, N, D): their hidden states, then those of the drafter's layers."""
+    """(B, N, (1 + A) * D): their hidden states, then those of the drafter's A layers."""
     logits: Tensor
     """(B, N, V)."""
 

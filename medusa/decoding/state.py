@@ -170,7 +170,7 @@ class DecodeState:
     lengths: Tensor
     """(B,) long: tokens of each row, root token included."""
     hidden: Tensor
-    """(B, D): the hidden state that chose the root token, then the states of the drafter's layers."""
+    """(B, (1 + A) * D): the hidden state that chose the root token, then those of the drafter's A layers."""
     cache: TreeCache
     seeds: Tensor | None = None
     """(B,) long: noise streams; None where every row is greedy, anything for a greedy row among others."""

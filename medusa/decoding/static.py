@@ -5,7 +5,7 @@ token and no verdict reaches the host. So steps can follow each other without wa
 captured in a CUDA graph (:mod:`medusa.decoding.cuda_graphs`). Tensors take the place of the lists in
 ``step.py``. A path is committed at its full length, depth + 1 entries, and the next step overwrites entries
 past a row's end. A row that has ended stays unchanged until the host has seen it. The host reads the results
-of several steps at once (:mod:`medusa.decoding.static_rows`).
+of several steps at once (:mod:`medusa.decoding.static_stepper`).
 """
 
 from __future__ import annotations

@@ -73,10 +73,11 @@ class DynamicDrafter(LevelDrafter):
 
     With ``suffix_length`` above 0, continuations of earlier occurrences of the last tokens, up to
     ``suffix_length`` tokens long, are mixed in (:mod:`medusa.drafters.suffix`). After a single match of c
-    tokens the next token is the continuation with probability :data:`MATCH_WEIGHTS` [c], and else follows the
-    heads' distribution: a mixture of two distributions (pointer-generator networks, arXiv 1704.04368, eq. 9).
-    So a token that both expect is one node, with a higher value than from either source, and the heads also
-    predict the tokens after the match. Below the deepest head only the match continues.
+    tokens the next token is the continuation with probability :data:`medusa.drafters.suffix.MATCH_WEIGHTS`
+    [c], and else follows the heads' distribution: a mixture of two distributions (pointer-generator networks,
+    arXiv 1704.04368, eq. 9). So a token that both expect is one node, with a higher value than from either
+    source, and the heads also predict the tokens after the match. Below the deepest head only the match
+    continues.
 
     For rules that compare two distributions, candidates are drawn in the fixed ``tree``. With a suffix match
     they cannot be drawn, and such rules refuse this drafter.

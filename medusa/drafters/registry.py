@@ -95,7 +95,7 @@ def _of_autoregressive_head(
 
 
 class DraftHost(Protocol):
-    """The interface of a drafter's model; :class:`medusa.MedusaModel` is one."""
+    """The interface of a drafter's model: :class:`medusa.MedusaModel`, or its executor."""
 
     @property
     def base(self) -> CausalLM:
@@ -115,7 +115,7 @@ class DraftHost(Protocol):
 
     @property
     def heads(self) -> Heads | None:
-        """The heads that the model was loaded with."""
+        """The heads in use."""
 
     @property
     def optimized_heads(self) -> Heads | None:
@@ -126,7 +126,7 @@ class DraftHost(Protocol):
         """The base's tokenizer; None where it has none."""
 
     def step_for(self, step: StepKind | None = None) -> StepKind:
-        """How the steps run of a call that asks for ``step``; the model's own kind for None."""
+        """How the steps run of a call that asks for ``step``, or for nothing."""
 
     def tree_for(self, batch_size: int, step: StepKind | None = None) -> CandidateTree:
         """The model's tree for ``batch_size`` rows, in steps of kind ``step`` or its own."""
@@ -173,8 +173,8 @@ def _eagle3(host: DraftHost, settings: DrafterSettings) -> AutoregressiveDrafter
     base = host.engine_base
     if not isinstance(head, Eagle3Head):
         raise ValueError(
-            f"eagle3 must be an EAGLE-3 head, got Medusa heads for {checkpoint.base_model!r}; give them as "
-            "heads= (--heads)"
+            f"eagle3 must be an EAGLE-3 head, got heads of kind {head.kind!r} for "
+            f"{checkpoint.base_model!r}; give them as heads= (--heads)"
         )
     check_heads_fit(head, base)
     warn_of_another_base(checkpoint.fingerprint, host.base, checkpoint.base_model)

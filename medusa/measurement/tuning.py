@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa.console import counted
-from medusa.decoding.static_rows import DEFAULT_HOST_SYNC_INTERVAL
+from medusa.decoding.static_stepper import DEFAULT_HOST_SYNC_INTERVAL
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.hardware import wait_for
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads, save_tree

@@ -33,9 +33,9 @@ from medusa.acceptance.sampling import PATH_FREE_PROCESSORS
 from medusa.base.fixed_cache import FixedTreeCache
 from medusa.decoding.batch import Batch, StepResult
 from medusa.decoding.executor import Call, Executor
-from medusa.decoding.kept_rows import MAX_KEPT
+from medusa.decoding.kept_steppers import MAX_KEPT
 from medusa.decoding.state import DecodeRequest
-from medusa.decoding.static_rows import rounded_slots
+from medusa.decoding.static_stepper import rounded_slots
 from medusa.drafters.dynamic import DynamicHeadsDrafter
 from medusa.drafters.heads import HeadsDrafter
 from medusa.drafters.protocol import PlainDrafter

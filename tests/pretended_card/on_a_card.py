@@ -36,8 +36,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import medusa.base.attention
 import medusa.decoding.cuda_graphs
-import medusa.decoding.kept_rows
-import medusa.decoding.static_rows
+import medusa.decoding.kept_steppers
+import medusa.decoding.static_stepper
 import pretended_card
 from medusa import CandidateTree, MedusaModel
 from medusa.base.attention import grouped_attention, pinned_attention
@@ -454,7 +454,7 @@ def test_what_was_captured_is_not_replayed_once_the_base_has_changed(change):
 
 def test_graphs_are_made_for_each_size_of_the_cache_and_kept_for_the_next_answer(models, monkeypatch):
     """The cache grows on the way."""
-    monkeypatch.setattr(medusa.decoding.static_rows, "SLOTS", 8)
+    monkeypatch.setattr(medusa.decoding.static_stepper, "SLOTS", 8)
     graphs = PretendedGraph.made
     given, options = batch(2), {**SAMPLED, "max_new_tokens": 44, "drafter": "heads", "step": "captured"}
     expected = models[0].generate(**given, **options | {"step": "general"})
@@ -584,7 +584,7 @@ def test_graphs_are_let_go_beyond_the_memory_that_they_may_take(models, monkeypa
     assert kept_after([1, 2, 3]) == 3
     (first, *_) = model._executor.captured
     one_row = first.num_bytes
-    monkeypatch.setattr(medusa.decoding.kept_rows, "available_memory", lambda device: 4 * 3 * one_row)
+    monkeypatch.setattr(medusa.decoding.kept_steppers, "available_memory", lambda device: 4 * 3 * one_row)
     assert kept_after([4]) == 2, "four rows, and three rows within the memory of three"
     assert kept_after([8]) == 1, "the newest alone"
 

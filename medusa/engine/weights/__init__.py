@@ -11,6 +11,7 @@
     experts.py    experts of a mixture, and its router
     columns.py    matrices that layers multiply themselves
     own_head.py   layers for multi-token prediction that come with a base
+    file_tensors.py  tensors of a GGUF file, widened or in their bits
     memory.py     memory in huge pages, and pages of files that are given back
 
 A base is planned and held by the same code: a plan is a base that is held without memory, of matrices that

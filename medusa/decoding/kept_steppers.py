@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator
 
 import torch
 
-from medusa.decoding.static_rows import StaticRows
+from medusa.decoding.static_stepper import StaticStepper
 from medusa.hardware import available_memory
 
 MAX_KEPT = 16
@@ -15,23 +15,23 @@ KEPT_SHARE = 4
 """Divisor: memory of kept rows, the newest one's excluded, is at most free memory divided by this."""
 
 
-class KeptRows:
+class KeptSteppers:
     """Rows of earlier calls by their settings, the least recently used first."""
 
     def __init__(self) -> None:
-        self._rows: dict[Hashable, StaticRows] = {}
+        self._rows: dict[Hashable, StaticStepper] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __iter__(self) -> Iterator[StaticRows]:
+    def __iter__(self) -> Iterator[StaticStepper]:
         return iter(list(self._rows.values()))
 
-    def take(self, key: Hashable) -> StaticRows | None:
+    def take(self, key: Hashable) -> StaticStepper | None:
         """The rows of these settings, which are then the caller's alone; None where there are none."""
         return self._rows.pop(key, None)
 
-    def keep(self, key: Hashable, rows: StaticRows) -> None:
+    def keep(self, key: Hashable, rows: StaticStepper) -> None:
         """Keep ``rows`` as the newest."""
         self.make_room(rows.base.device)
         self._rows[key] = rows

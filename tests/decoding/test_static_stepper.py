@@ -28,7 +28,7 @@ from medusa.base.fixed_cache import CacheMemory
 from medusa.base.passes import new_cache, prefill
 from medusa.decoding.batch import Batch, BatchLimits
 from medusa.decoding.static import StaticState
-from medusa.decoding.static_rows import AWAITED_INTERVAL, can_be_shared
+from medusa.decoding.static_stepper import AWAITED_INTERVAL, can_be_shared
 from medusa.decoding.step import GeneralStepper
 from medusa.drafters.registry import DrafterFactory
 from medusa.heads.eagle3 import Eagle3Config, Eagle3Head

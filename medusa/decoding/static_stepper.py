@@ -1,4 +1,4 @@
-"""The rows of a batch in bursts of static steps, as they are or captured.
+"""Runs the rows of a batch in bursts of static steps, as they are or captured.
 
 The host starts the steps of a burst, and reads their results in one copy. The steps are in
 :mod:`medusa.decoding.static`, their capture as CUDA graphs in :mod:`medusa.decoding.cuda_graphs`.
@@ -6,10 +6,9 @@ The host starts the steps of a burst, and reads their results in one copy. The s
 Between bursts the rows are those of any batch: they join, end, are cancelled or preempted, and their keys and
 values are copied into the prefix cache. For this the cache of the rows lives in memory that keeps its place
 (:class:`medusa.base.fixed_cache.CacheMemory`). What else a step reads is copied to tensors of fixed place
-whenever
-rows have come or gone. A burst reads the first 1, 2, 4, 8, ... rows of both; one that is not there counts as
-ended. So there is one graph for each of these numbers, however rows come and go, and the settings of a
-request are numbers in tensors (:mod:`medusa.acceptance.row_settings`).
+whenever rows have come or gone. A burst reads the first 1, 2, 4, 8, ... rows of both; one that is not there
+counts as ended. So there is one graph for each of these numbers, however rows come and go, and the settings
+of a request are numbers in tensors (:mod:`medusa.acceptance.row_settings`).
 
 The rows of one call stay together until all have ended, and run the call's own logits processors, where these
 read no text: a graph then holds for these settings alone, and has fewer operators.
@@ -65,8 +64,9 @@ SPARE_SHARE = 4
 """Divisor: memory for rows that are not there takes at most all slots divided by this."""
 
 
-class StaticRows:
-    """The rows of one batch, in static steps wherever all of them can be.
+class StaticStepper:
+    """Runs the rows of a batch in static steps, wherever all of them can be. That of a call is kept for the
+    next such call, where its steps are captured (:mod:`medusa.decoding.kept_steppers`).
 
     Args:
         general: runs the other steps.
