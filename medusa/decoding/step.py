@@ -93,7 +93,8 @@ class BurstRoom(Protocol):
 
 
 class Stepper(Protocol):
-    """The steps of one batch: :class:`GeneralStepper`, or :class:`medusa.decoding.static_stepper.StaticStepper`."""
+    """Runs the steps of one batch: :class:`GeneralStepper`, or
+    :class:`medusa.decoding.static_stepper.StaticStepper`."""
 
     interval: int
     """Steps that one call runs at most."""

@@ -35,7 +35,7 @@ class DraftContext:
     root: Tensor
     """(B,) long: the base's own next token, not yet in its cache."""
     hidden: Tensor
-    """(B, D): the base's hidden state that chose ``root``; (B, (1 + A) * D) with A layers of ``aux_layers``."""
+    """(B, (1 + A) * D): the base's hidden state that chose ``root``, then those of the A ``aux_layers``."""
     tokens: Tensor
     """(B, S) long: each row's tokens from column 0, root included."""
     lengths: Tensor

@@ -14,5 +14,6 @@ so ``engine="auto"`` takes none of them; ``scripts/on_gpu.py`` asks a card about
     block_modules.py     linear layers and embeddings that hold them
     file_loading.py      a GGUF file as a base that holds them
 
-Modules here but ``support.py`` and ``stored_blocks.py`` import Triton, so they are imported where they are used.
+Modules here but ``support.py`` and ``stored_blocks.py`` import Triton, so they are imported where they are
+used.
 """
