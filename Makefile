@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export TOKENIZERS_PARALLELISM := false
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-changed test-oldest test-newest test-arm lint check format docs dist bench measure setup models
+.PHONY: help demo test test-changed test-oldest test-newest test-arm lint types check format docs dist bench measure setup models
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -136,9 +136,11 @@ test-newest:
 test-arm: .venv/.installed
 	$(BIN)/python scripts/test_arm.py
 
-check: lint
+types: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+check: lint types
 	$(BIN)/python -m pytest tests/test_architecture.py tests/test_shape.py tests/test_style.py
 
 format: .venv/.installed

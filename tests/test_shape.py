@@ -52,7 +52,7 @@ PLACES = {
 
 CALL_FILES = 34
 """Files with a function that a greedy call of twelve tokens with heads executes."""
-CALL_FUNCTIONS = 361
+CALL_FUNCTIONS = 360
 """Functions that it executes, when it is not the first of its model."""
 STEP_STAYS = 18
 """Functions that get the state of the rows as an argument in the steps of such a call."""

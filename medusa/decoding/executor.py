@@ -58,7 +58,7 @@ from medusa.decoding.adaptive import AdaptiveDrafting, DraftCosts
 from medusa.decoding.kept_steppers import KeptSteppers
 from medusa.decoding.runners import Runner
 from medusa.decoding.state import DecodeRequest
-from medusa.decoding.static_stepper import StaticStepper, check_static, settings_of, static_obstacle
+from medusa.decoding.static_stepper import StaticStepper, capture_key_of, check_static, static_obstacle
 from medusa.decoding.step import GeneralStepper, Stepper
 from medusa.drafters.protocol import Drafter
 from medusa.drafters.registry import MAX_OPTIONAL_NODES, DraftCall, DrafterFactory
@@ -300,7 +300,7 @@ class Executor:
         check_static(step, drafter, request)
         if not STEPS[step].is_captured:
             return self._static_rows(step, runner, request)
-        key = len(request.tokens), runner.layers, settings_of(request)
+        key = len(request.tokens), runner.layers, capture_key_of(request)
         rows = self.captured.take(key)
         if rows is None:
             rows = self._static_rows(step, runner, request)

@@ -392,7 +392,7 @@ def can_be_shared(request: DecodeRequest) -> bool:
     return not (has_rule or asks_host) and row_numbers(request.processors) is not None
 
 
-def settings_of(request: DecodeRequest) -> Hashable:
+def capture_key_of(request: DecodeRequest) -> Hashable:
     """The settings of a call whose own processors static steps run, by which what is captured for it is
     known; None where they are numbers in tensors."""
     if not is_path_free(request):

@@ -162,7 +162,7 @@ test_a_head_that_cannot_be_taken_is_refused = refusals(
     (
         "other heads",
         lambda tmp_path: made_by_name(save_heads(OTHERS, tmp_path / "medusa")),
-        "must be an EAGLE-3 head, got Medusa heads for 'some/base'; give them as heads=",
+        "must be an EAGLE-3 head, got heads of kind 'medusa' for 'some/base'; give them as heads=",
     ),
     (
         "too few layers",
