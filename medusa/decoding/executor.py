@@ -299,16 +299,16 @@ class Executor:
             return GeneralStepper(runner, step)
         check_static(step, drafter, request)
         if not STEPS[step].is_captured:
-            return self._static_rows(step, runner, request)
+            return self._static_stepper(step, runner, request)
         key = len(request.tokens), runner.layers, capture_key_of(request)
-        rows = self.captured.take(key)
-        if rows is None:
-            rows = self._static_rows(step, runner, request)
-            rows.when_closed = partial(self.captured.keep, key, rows)
-        self.captured.make_room(self.profile.device)  # before these grow
-        return rows
+        stepper = self.captured.take(key)
+        if stepper is None:
+            stepper = self._static_stepper(step, runner, request)
+            stepper.when_closed = partial(self.captured.keep, key, stepper)
+        self.captured.make_room(self.profile.device)  # before this one grows
+        return stepper
 
-    def _static_rows(self, step: StepKind, runner: Runner, call: DecodeRequest) -> StaticStepper:
+    def _static_stepper(self, step: StepKind, runner: Runner, call: DecodeRequest) -> StaticStepper:
         return StaticStepper(GeneralStepper(runner, FALLBACK_STEP), step, len(call.tokens), call=call)
 
     # ------------------------------------------------------------------ which steps run here

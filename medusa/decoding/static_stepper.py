@@ -360,6 +360,11 @@ def static_obstacle(drafter: Drafter, request: DecodeRequest) -> tuple[str, str]
             "lacks num_nodes, static_key or tensors",
             "drafter='heads', 'dynamic-heads', 'suffix', unions of these or 'plain'",
         )
+    return _obstacle_of(request)
+
+
+def _obstacle_of(request: DecodeRequest) -> tuple[str, str] | None:
+    """As :func:`static_obstacle`, for whatever drafter."""
     if request.acceptance == "typical" or request.rule is not None:
         return f"acceptance={request.acceptance!r}", "acceptance='exact'"
     if not is_path_free(request) and row_numbers(request.processors) is None:
@@ -387,9 +392,8 @@ def is_path_free(request: DecodeRequest) -> bool:
 def can_be_shared(request: DecodeRequest) -> bool:
     """Whether a row of ``request`` can be in static steps beside others: what it asks for is in tensors, and
     nothing has to be looked at after each token."""
-    has_rule = request.acceptance == "typical" or request.rule is not None
-    asks_host = bool(request.references or request.criteria) or request.num_logprobs is not None
-    return not (has_rule or asks_host) and row_numbers(request.processors) is not None
+    is_in_tensors = request.num_logprobs is None and row_numbers(request.processors) is not None
+    return is_in_tensors and _obstacle_of(request) is None
 
 
 def capture_key_of(request: DecodeRequest) -> Hashable:

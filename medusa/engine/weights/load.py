@@ -187,10 +187,8 @@ def _held(source: BaseSource, engine: Engine) -> CausalLM | None:
         log_console().print(widened, style="dim", soft_wrap=True)
     if is_tested(base) or not misses_weights(base):
         return base
-    if not is_held_quantised(
-        weights.source
-    ):  # what its code makes of a weight by itself is in the narrow type
-        return None
+    if not is_held_quantised(weights.source):
+        return None  # what its code makes of a weight by itself is in the narrow type
     raise ValueError(
         f"engine={engine!r} needs modules that are called for their products, and {type(base).__name__} "
         "reads weights itself; use engine='eager'"
