@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export TOKENIZERS_PARALLELISM := false
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-changed test-oldest test-newest test-arm lint types check format docs dist bench measure setup models
+.PHONY: help demo test test-changed test-oldest test-newest test-arm lint types check format docs dist bench measure setup models FORCE
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -115,7 +115,7 @@ OLDEST := $(shell sed -n 's/^ *"transformers>=\([0-9.]*\),.*/\1/p' pyproject.tom
 test-oldest: .venv-oldest/.$(OLDEST) .venv/.installed
 	PYTHONPATH=.venv-oldest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal $(ROOMS)
 
-# What a user has whom no constraints hold back: always a new environment, for what is newest changes by itself.
+# What a user has whom no constraints hold back.
 NEWEST := \
     tests/base/test_causal_lm.py \
     tests/heads/test_mtp.py::test_the_text_is_that_of_plain_decoding \
@@ -127,11 +127,21 @@ NEWEST := \
 
 # FROM names a wheel of `make dist` to install in place of the checkout.
 FROM ?= .
-test-newest:
+test-newest: .venv-newest/.installed
+	.venv-newest/bin/python -m pip install --quiet --no-compile --force-reinstall --no-deps $(FROM)
+	.venv-newest/bin/python -m pip check
+	OMP_NUM_THREADS=1 .venv-newest/bin/pytest -n $(TEST_PROCESSES) --dist worksteal -W error::FutureWarning $(NEWEST)
+
+# What is newest was chosen within the hour.
+.venv-newest/.installed: pyproject.toml $(if $(shell find .venv-newest/.installed -mmin -60 2>/dev/null),,FORCE)
 	rm -rf .venv-newest
 	$(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --no-compile $(FROM) pytest pytest-xdist hypothesis openai
-	OMP_NUM_THREADS=1 .venv-newest/bin/pytest -n $(TEST_PROCESSES) --dist worksteal -W error::FutureWarning $(NEWEST)
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
+	    > .venv-newest/requirements.txt
+	.venv-newest/bin/python -m pip install --quiet --no-compile --requirement .venv-newest/requirements.txt \
+	    pytest pytest-xdist hypothesis openai
+	@touch $@
+FORCE:
 
 test-arm: .venv/.installed
 	$(BIN)/python scripts/test_arm.py

@@ -25,6 +25,19 @@ namespace medusa {
 // How far ahead weights are fetched, into the second cache.
 constexpr int64_t GROUP_BYTES_AHEAD = 8 * 4096;
 
+// Whether four products of bytes are added in one instruction.
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !(defined(__AVXVNNI__) && !defined(MEDUSA_AVX512))
+constexpr bool MULTIPLIES_QUADS = false;
+#else
+constexpr bool MULTIPLIES_QUADS = true;
+#endif
+
+// Whether codes are as large as 255, as those of a table are: sums of two of their products need 32 bits.
+template <typename F> constexpr bool HAS_LARGE_CODES = F::IS_TABLE || F::BITS == 8;
+
+// Numbers of a row lie in 8 bits; or in 16, columns 0, 2, 1 and 3 of each quad, for products of pairs.
+template <typename F> constexpr int64_t BYTES_OF_NUMBER = HAS_LARGE_CODES<F> && !MULTIPLIES_QUADS ? 2 : 1;
+
 // Rows rounded to 8 bits. A weight is its code less the code for zero, or its code less a minimum, so the
 // products of codes lack a term that has the sum of a group's numbers for its factor. `corrections` hold this
 // factor for each group of a row, in the way that its form needs:
@@ -34,7 +47,7 @@ constexpr int64_t GROUP_BYTES_AHEAD = 8 * 4096;
 // - HAS_MINIMA, and HAS_WHOLE_SCALES: the sums of two groups as a pair of 16 bits;
 // - HAS_MINIMA alone: the sum times the step, a float32.
 struct WholeRows {
-  int8_t* numbers;  // (rows, padded K)
+  int8_t* numbers;  // (rows, padded K), of BYTES_OF_NUMBER each
   float* steps;     // (rows, padded K / RUN)
   int32_t* corrections;  // (rows, padded K / GROUP); of whole minima, half as many
   int64_t width, num_steps, num_corrections;
@@ -49,7 +62,7 @@ struct WholeRows {
   };
   template <typename F> Row<F> row(int64_t index, int64_t k = 0) const {
     constexpr int64_t GROUPS_TOGETHER = F::HAS_WHOLE_SCALES && F::HAS_MINIMA ? 2 : 1;
-    return {numbers + index * stride + k, steps + index * num_steps + k / F::RUN,
+    return {numbers + index * stride + k * BYTES_OF_NUMBER<F>, steps + index * num_steps + k / F::RUN,
             corrections + index * num_corrections + k / F::GROUP / GROUPS_TOGETHER};
   }
 };

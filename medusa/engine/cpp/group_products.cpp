@@ -31,6 +31,17 @@ void put_correction(int32_t sum, float step, int32_t zero, int64_t group, int32_
     corrections[group / 2] = group % 2 ? (corrections[group / 2] & 0xffff) | sum << 16 : sum & 0xffff;
 }
 
+// A run of whole numbers, as WholeRows has them.
+template <typename F> void put_numbers(const int8_t (&whole)[F::RUN], int8_t* to) {
+  if constexpr (BYTES_OF_NUMBER<F> == 1) {
+    std::memcpy(to, whole, F::RUN);
+  } else {
+    int16_t pairs[F::RUN];
+    for (int64_t k = 0; k < F::RUN; k++) pairs[k] = whole[k / 4 * 4 + (k & 1) * 2 + (k >> 1 & 1)];
+    std::memcpy(to, pairs, sizeof(pairs));
+  }
+}
+
 template <typename F>
 void round_row(const float* x, int64_t K, int32_t zero, const WholeRows& to, int64_t row) {
   int8_t* numbers = to.numbers + row * to.stride;
@@ -44,12 +55,14 @@ void round_row(const float* x, int64_t K, int32_t zero, const WholeRows& to, int
       if (first < K) std::memcpy(padded, from, (K - first) * sizeof(float));
       from = padded;
     }
-    steps[run] = round_to_steps<F::RUN>(from, numbers + first);
-    for (int64_t group = first / F::GROUP; group < (first + F::RUN) / F::GROUP; group++) {
+    int8_t whole[F::RUN];
+    steps[run] = round_to_steps<F::RUN>(from, whole);
+    for (int64_t group = 0; group < F::RUN / F::GROUP; group++) {
       int32_t sum = 0;
-      for (int64_t k = 0; k < F::GROUP; k++) sum += numbers[group * F::GROUP + k];
-      put_correction<F>(sum, steps[run], zero, group, corrections);
+      for (int64_t k = 0; k < F::GROUP; k++) sum += whole[group * F::GROUP + k];
+      put_correction<F>(sum, steps[run], zero, first / F::GROUP + group, corrections);
     }
+    put_numbers<F>(whole, numbers + first * BYTES_OF_NUMBER<F>);
   }
 }
 
@@ -60,7 +73,7 @@ template <typename F> void round_rows(GroupProduct& product, const Part& part) {
   int64_t width = part.num_blocks() * F::BLOCK, num_steps = width / F::RUN, groups = width / F::GROUP;
   int64_t num_corrections = F::HAS_WHOLE_SCALES && F::HAS_MINIMA ? groups / 2 : groups;
   int64_t M = product.M, num_rows = M + TILE_ROWS;  // the last block may reach beyond
-  int64_t stride = (width + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
+  int64_t stride = (width * BYTES_OF_NUMBER<F> + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
   if (stride / CACHE_LINE % 2 == 0) stride += CACHE_LINE;
   float* memory = new float[num_rows * (num_steps + num_corrections + stride / 4) + CACHE_LINE / 4];
   product.memory[type.form].reset(memory);
@@ -98,17 +111,6 @@ inline Int quad_added(Int sums, Bytes codes, int32_t quad) {
   return (Int)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(quad));
 #elif defined(__AVX2__) && defined(__AVXVNNI__) && !defined(MEDUSA_AVX512)
   return (Int)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)codes, _mm256_set1_epi32(quad));
-#elif defined(__x86_64__) && (defined(MEDUSA_AVX512) || defined(__AVX2__))
-  // columns 0 and 2 of a lane, then 1 and 3, as pairs of 16 bits
-  Pairs row = (Pairs)(Int{} + quad), even = (Pairs)((Words)row << 8) >> 8, odd = row >> 8;
-  Pairs even_codes = (Pairs)((Words)codes & 255), odd_codes = (Pairs)((Words)codes >> 8);
-#if defined(MEDUSA_AVX512)
-  return sums + (Int)_mm512_madd_epi16((__m512i)even_codes, (__m512i)even) +
-         (Int)_mm512_madd_epi16((__m512i)odd_codes, (__m512i)odd);
-#else
-  return sums + (Int)_mm256_madd_epi16((__m256i)even_codes, (__m256i)even) +
-         (Int)_mm256_madd_epi16((__m256i)odd_codes, (__m256i)odd);
-#endif
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_MATMUL_INT8)
   return (Int)vusdotq_s32((int32x4_t)sums, (uint8x16_t)codes, vreinterpretq_s8_s32(vdupq_n_s32(quad)));
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
@@ -123,15 +125,20 @@ inline Int quad_added(Int sums, Bytes codes, int32_t quad) {
 #endif
 }
 
+// sums + a lane's four codes times four numbers of a row, which lie as pairs of 16 bits at `pairs`
+inline Int quad_added(Int sums, Bytes codes, const int8_t* pairs) {
+  int32_t even, odd;
+  std::memcpy(&even, pairs, sizeof(even));
+  std::memcpy(&odd, pairs + sizeof(even), sizeof(odd));
+  sums = pairs_added(sums, (Pairs)((Words)codes & 255), even);
+  return pairs_added(sums, (Pairs)((Words)codes >> 8), odd);
+}
+
 // Where four products of bytes take more than one instruction, two take one (SSSE3's maddubs), whose sums have
 // 16 bits. So many pairs of quads of codes of `bits` bits fit in these; 0 where whole sums are as quick.
 constexpr int pairs_of_quads_in_16_bits(int bits) {
-#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(MEDUSA_AVX512)) || !defined(__AVX2__)
-  return 0;
-#else
   constexpr int MOST = 32767, MOST_OF_ROW = 127, PRODUCTS = 4;
-  return MOST / (((1 << bits) - 1) * MOST_OF_ROW * PRODUCTS);
-#endif
+  return MULTIPLIES_QUADS ? 0 : MOST / (((1 << bits) - 1) * MOST_OF_ROW * PRODUCTS);
 }
 
 // sums of 16 bits + a lane's four codes, of at most 6 bits, times the four numbers of `quad`, as two sums
@@ -159,9 +166,8 @@ struct Panels {
 // tests compare their bits.
 template <typename F, int M, int J> struct WholeBlock {
   using RowBlock = typename WholeRows::Row<F>;
-  // Codes of a table are as large as 255.
   static constexpr int QUAD_PAIRS = F::GROUP / 8;  // of a group
-  static constexpr int PAIRS_IN_16_BITS = F::IS_TABLE ? 0 : pairs_of_quads_in_16_bits(F::BITS);
+  static constexpr int PAIRS_IN_16_BITS = HAS_LARGE_CODES<F> ? 0 : pairs_of_quads_in_16_bits(F::BITS);
   const WholeRows& rows;
 
   // What the sums of a group begin with: what its zero gives.
@@ -199,13 +205,16 @@ template <typename F, int M, int J> struct WholeBlock {
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
-      const int8_t* numbers = row.numbers + m * rows.stride + s * SECTION + 8 * i;
+      const int8_t* numbers = row.numbers + m * rows.stride + (s * SECTION + 8 * i) * BYTES_OF_NUMBER<F>;
       int32_t first_quad, second_quad;
       std::memcpy(&first_quad, numbers, 4);
       std::memcpy(&second_quad, numbers + 4, 4);
 #pragma GCC unroll 2
       for (int j = 0; j < J; j++) {
-        if constexpr (!PAIRS_IN_16_BITS) {
+        if constexpr (BYTES_OF_NUMBER<F> == 2) {
+          whole[m][j] = quad_added(quad_added(whole[m][j], first[j], numbers), second[j], numbers + 8);
+          asm("" : "+x"(whole[m][j]));  // or GCC adds all products of a group at its end, from memory
+        } else if constexpr (!PAIRS_IN_16_BITS) {
           whole[m][j] = quad_added(quad_added(whole[m][j], first[j], first_quad), second[j], second_quad);
         } else {
           shorts[m][j] = quad_added(quad_added(shorts[m][j], first[j], first_quad), second[j], second_quad);
