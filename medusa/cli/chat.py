@@ -35,6 +35,7 @@ from medusa.conversations import Message
 from medusa.decoding.batch import StepResult
 from medusa.decoding.statistics import DecodingStatistics
 from medusa.drafters.protocol import Drafter
+from medusa.learning.learned_heads import LearnedVersion
 from medusa.measurement.report import end_with_json
 from medusa.model import MedusaModel
 from medusa.options import checked_utf8
@@ -270,6 +271,7 @@ class ChatTerminal:
         self.console = console
         self.messages = messages or console
         self.color_depth = color_depth
+        self._learned = self._learned_version()
         if color_depth:
             self._explain_colors()
 
@@ -313,6 +315,13 @@ class ChatTerminal:
 
     def ask(self, question: str | Message) -> None:
         """Print the answer as it comes, then its statistics."""
+        version = self._learned_version()
+        if version is not None and version != self._learned:
+            self._learned = version
+            self.say(
+                f"from here on it drafts with heads that it has learned, version {version.number}: "
+                f"{version.tokens_per_step:.2f} tokens a step on the newest answers (`medusa heads`)"
+            )
         num_answers = len(self.session.answers)
         try:
             self._print_answer(question)
@@ -327,6 +336,11 @@ class ChatTerminal:
             answer = self.session.answers[-1]
             plain = self.session.model.plain_step_seconds
             self.say(_cost_line(answer.statistics, answer.seconds, ENDINGS[answer.ended_by], plain))
+
+    def _learned_version(self) -> LearnedVersion | None:
+        """The heads that learning by use has put into use here."""
+        learning = self.session.model.learning
+        return learning.learned.version if learning is not None and learning.follows else None
 
     def _print_answer(self, question: str | Message) -> None:
         with stop_button() as stopped, closing(self.session.reply(question)) as pieces:
@@ -343,6 +357,10 @@ class ChatTerminal:
         return DEPTH_STYLES[min(depth, len(DEPTH_STYLES) - 1)] if self.color_depth else None
 
     def _show_statistics(self) -> None:
+        learning = self.session.model.learning
+        if learning is not None:
+            kilobytes = learning.report()["new_bytes"] / 1000
+            self.say(f"learning by use: {learning.state}, {kilobytes:.0f} kB of text that is new")
         report = _session_report(self.session)
         if not report["num_answers"]:
             self.say("No answers yet.")

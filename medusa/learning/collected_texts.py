@@ -26,6 +26,8 @@ BEFORE = 600
 """Tokens of the prompt that are kept before an answer."""
 SHORTEST = 16
 """Tokens of a text."""
+MOST_KNOWN = 2**17
+"""Texts that are known again, at most."""
 
 Row = dict[str, Any]
 """``text``, and ``answer_from``: the characters of it before what the base wrote."""
@@ -38,9 +40,11 @@ class CollectedTexts:
         self.directory = directory
         self.tokenizer = tokenizer
         self.new, self.earlier, self._taken = (directory / name for name in (NEW, EARLIER, TAKEN))
+        self._known: set[int] | None = None
+        """Hashes of the texts; None until one is added."""
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Keep an answer, in tokens, and the end of its prompt.
+        """Keep an answer, in tokens, and the end of its prompt; a text that is there already teaches nothing.
 
         Raises:
             OSError: the disk is full, or the directory is gone.
@@ -57,9 +61,13 @@ class CollectedTexts:
                 both = zip(text, self.tokenizer.decode(before[start : start + WINDOW]), strict=False)
                 shared = itertools.takewhile(lambda pair: pair[0] == pair[1], both)
                 rows.append({"text": text, "answer_from": sum(1 for _ in shared)})
+        if self._known is None or len(self._known) > MOST_KNOWN:
+            self._known = {hash(row["text"]) for row in self.newest_first()}
+        rows = [row for row in rows if hash(row["text"]) not in self._known]
         handle = os.open(self.new, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         with os.fdopen(handle, "ab") as file:
             file.write(_lines(rows))  # at once: other processes add theirs
+        self._known.update(hash(row["text"]) for row in rows)
         if self.num_new_bytes > MOST_BYTES:
             self.end_new()
 

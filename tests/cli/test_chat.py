@@ -26,6 +26,7 @@ from medusa.cli.terminal import WrappedText, controls_not_echoed, stop_button
 from medusa.decoding.adaptive import DraftCost, DraftCosts
 from medusa.decoding.batch import StepResult
 from medusa.decoding.statistics import DecodingStatistics
+from medusa.learning.learned_heads import LearnedVersion
 from medusa.prompts import Prompt
 
 TOKENIZER = chat_tokenizer()
@@ -40,7 +41,7 @@ class ScriptedModel:
         self.base, self.tokenizer, self.tree, self.device = model.base, TOKENIZER, wide_tree(), model.device
         self.heads = SimpleNamespace(num_heads=2)
         self.drafter_for, self.step, self.is_compiled = model.drafter_for, "general", False
-        self.plain_step_seconds = None
+        self.plain_step_seconds = self.learning = None
         self.answers = list(answers)
         self.calls = []
 
@@ -117,6 +118,27 @@ def test_the_cost_of_an_answer_says_what_plain_decoding_gives_once_that_is_known
     statistics = DecodingStatistics(num_rows=1, num_steps=8)
     assert "plainly about 20.0 tokens/s" in _cost_line(statistics, 1.0, plain_seconds=costs.plain_seconds(1))
     assert "plainly" not in _cost_line(statistics, 1.0)
+
+
+def test_a_chat_says_when_it_drafts_with_other_heads_that_it_has_learned():
+    terminal, printed = scripted("One.", "Two.", "Three.")
+    version = LearnedVersion(2, "2026-01-01T00:00:00", ["use"], True, 9_000, 3.0, 1.62, None)
+    learned = SimpleNamespace(version=None)
+    learning = SimpleNamespace(
+        learned=learned, follows=False, state="collecting", report=lambda: {"new_bytes": 4_200}
+    )
+    terminal.session.model.learning = learning
+    terminal.ask("Hi")
+    learned.version = version
+    terminal.ask("Hi")
+    assert "drafts with heads" not in printed(), "heads that were named stay"
+    learning.follows = True
+    terminal.ask("Hi")
+    line = "drafts with heads that it has learned, version 2: 1.62 tokens a step"
+    assert printed().index("Two.") < printed().index(line) < printed().index("Three.")
+    terminal.obey("/stats")
+    assert "learning by use: collecting, 4 kB of text that is new" in printed()
+    assert printed().count(line) == 1
 
 
 def test_reset_forgets_the_conversation_and_keeps_the_system_message():

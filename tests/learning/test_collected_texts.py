@@ -38,6 +38,22 @@ def test_a_long_answer_is_kept_in_pieces_and_a_rest_of_nothing_is_not(collected)
     assert len(texts(collected)) == 2
 
 
+def test_a_text_that_is_there_already_is_no_new_one(collected, tmp_path, monkeypatch):
+    collected.add(tokens("a question of some length"), tokens("answer"))
+    size = collected.num_new_bytes
+    collected.add(tokens("a question of some length"), tokens("answer"))
+    assert collected.num_new_bytes == size
+    collected.end_new()
+    again = CollectedTexts(tmp_path, collected.tokenizer)
+    again.add(tokens("a question of some length"), tokens("answer"))
+    again.add(tokens("a question of some length"), tokens("another"))
+    assert [row["text"] for row in again.new_rows()] == ["a question of some lengthanother"]
+    monkeypatch.setattr(collected_texts, "MOST_KNOWN", 1)
+    for _ in range(3):
+        again.add(tokens("a question of some length"), tokens("another"))
+        assert len(again.new_rows()) == 1
+
+
 def test_the_token_that_begins_a_text_is_left_to_training(collected):
     collected.tokenizer.bos_token = "<|system|>"
     collected.add(tokens("<|system|>" + "question " * 4), tokens("answer"))
