@@ -91,8 +91,9 @@ class Round:
                 f"a round of learning was stopped that had other options: {'; '.join(changed)}; give those "
                 "again to go on with it, or --fresh to begin anew"
             )
+        # it went on until it was killed
         last_written = max(each.stat().st_mtime for each in directory.rglob("*") if each.is_file())
-        record["minutes_taken"] += (last_written - path.stat().st_mtime) / 60  # it went on until it was killed
+        record["minutes_taken"] += (last_written - path.stat().st_mtime) / 60
         return cls(directory, record)
 
     @classmethod

@@ -57,8 +57,8 @@ def test_what_fails_is_an_answer_and_the_others_are_asked(on_gpu, capsys, monkey
 
 def test_a_text_that_is_not_exact_is_a_failure(on_gpu, monkeypatch):
     monkeypatch.setattr(on_gpu, "agreement", lambda card, dtype, *given: {"same": [1.0, 0.9]})
-    assert on_gpu.main(["--dry-run", "--only", "same"]) == 0
-    assert on_gpu.main(["--dry-run", "--only", "exact"]) == 1
+    assert on_gpu.main(["--dry-run", "--only", "same: static, heads"]) == 0
+    assert on_gpu.main(["--dry-run", "--only", "exact: static, heads"]) == 1
 
 
 def test_no_question_is_begun_when_the_time_is_up(on_gpu, capsys):
