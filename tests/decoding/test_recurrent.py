@@ -388,6 +388,13 @@ def test_a_state_has_the_same_bits_in_whatever_passes_its_text_was_read(model_ty
     lengths = torch.tensor([40, 17])
     whole = new_cache(base, 2)
     prefill(base, text, lengths, whole, chunk=40)  # convolutions lay 32 tokens and more out otherwise
+    alone = new_cache(base, 1)
+    prefill(base, text[1:, :17], lengths[1:], alone)
+    after, chain = random_prompts(2, 1, 7), TreeTopology.chain(1, text.device)
+    for expected, actual in zip(
+        verify(base, after, chain, whole), verify(base, after[1:], chain, alone), strict=True
+    ):
+        assert torch.equal(expected[1:], actual)
     drawn = random.Random(0)
     for _ in range(4):
         cache = new_cache(base, 2)
@@ -404,8 +411,6 @@ def test_a_state_has_the_same_bits_in_whatever_passes_its_text_was_read(model_ty
                 nodes[row, path[:count]] = text[row, start : start + count]
             verify(base, nodes, BUSHY.topology(text.device), cache)
             cache.commit(path.expand(2, -1), kept)
-        after = random_prompts(2, 1, 7)
-        chain = TreeTopology.chain(1, text.device)
         for expected, actual in zip(
             verify(base, after, chain, whole), verify(base, after, chain, cache), strict=True
         ):
