@@ -81,8 +81,13 @@ def test_training_goes_on_from_given_heads_with_a_token_map_of_the_new_data(tmp_
     for name, tensor in weights(again).items():
         assert name == "token_map" or torch.equal(tensor, theirs[name]), name
     if "token_map_size" in kind:
-        map_of_new_data = again.data.training.most_frequent_labels(20, 258)
-        assert again.heads.token_map.tolist() == map_of_new_data.tolist() != theirs["token_map"].tolist()
+        before = theirs["token_map"].tolist()
+        expected = again.data.training.most_frequent_labels(20, 258, theirs["token_map"].numpy())
+        assert again.heads.token_map.tolist() == expected.tolist() != before
+        few = new_trainer(tmp_path / "few", rows[:4], start_from=given, **kind)
+        written = {*few.data.training.tokens[few.data.training.is_label].tolist()}
+        kept = {*few.heads.token_map.tolist()} - written
+        assert kept and kept <= {*before}, "what a short text does not have stays"
         larger = new_trainer(tmp_path / "larger", rows, start_from=given, **kind | {"token_map_size": 40})
         assert len(larger.heads.token_map) == 40
         assert torch.equal(weights(larger)["blocks.0.0.linear.weight"], theirs["blocks.0.0.linear.weight"])

@@ -106,12 +106,17 @@ class Documents:
             counts[index] = [(targets - 1 - depth >= 0).sum() for depth in range(1, num_heads + 1)]
         return counts
 
-    def most_frequent_labels(self, count: int, vocab_size: int) -> np.ndarray:
-        """(count,) ids, ascending, of the tokens most often written; low ids where counts are equal."""
+    def most_frequent_labels(
+        self, count: int, vocab_size: int, before: np.ndarray | None = None
+    ) -> np.ndarray:
+        """(count,) ids, ascending, of the tokens most often written. Where counts are equal: those in
+        ``before``, a token map of heads that go on with this text, and then low ids."""
         if not 1 <= count <= vocab_size:
             raise ValueError(f"token_map_size must be in [1, {vocab_size}], got {count}")
-        frequency = np.bincount(self.tokens[self.is_label], minlength=vocab_size)
-        return np.sort(np.argsort(-frequency, kind="stable")[:count])
+        preference = 2 * np.bincount(self.tokens[self.is_label], minlength=vocab_size)
+        if before is not None:
+            preference[before[before < vocab_size]] += 1
+        return np.sort(np.argsort(-preference, kind="stable")[:count])
 
 
 def trained_on(training: Documents, options: DataOptions) -> Documents:

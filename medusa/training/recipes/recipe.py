@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from medusa.base.causal_lm import CausalLM, HasQuantisedRows, lm_head
 from medusa.heads.adapter import Adapter
 from medusa.heads.autoregressive_head import AutoregressiveHead, unroll
-from medusa.heads.checkpoint import load_heads
+from medusa.heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa.heads.draft_vocab import GatheredRows
 from medusa.heads.medusa_heads import MedusaHeads
 from medusa.heads.protocol import Heads
@@ -182,28 +182,33 @@ class Recipe:
 
 def built_heads(configuration: TrainingConfiguration, base: CausalLM, training: Documents) -> Any:
     """Heads on the base's device, in float32: as their kind begins or with the weights of ``start_from``, and
-    the most frequent labels of ``training`` in their token map if any.
+    the most frequent labels of ``training`` in their token map if any. A short text has few tokens: the rest
+    of the map is that of the heads to start from.
 
     Raises:
         ValueError: the heads to start from have other options; or the base's files lack those it comes with.
     """
     config = configuration.heads_config(base)
+    source = configuration.heads.start_from
+    begun = None if source is None else load_heads(source)
     token_map = None
     if config.token_map_size is not None:
-        most_frequent = training.most_frequent_labels(config.token_map_size, config.vocab_size)
+        before = None if begun is None or begun.heads.token_map is None else begun.heads.token_map.numpy()
+        most_frequent = training.most_frequent_labels(config.token_map_size, config.vocab_size, before)
         token_map = torch.from_numpy(most_frequent)
     with torch.random.fork_rng():
         torch.manual_seed(configuration.data.seed)
         heads: Any = configuration.heads_type(config, token_map)
-    if configuration.heads.start_from is None:
+    if source is None or begun is None:
         heads.initialise(base)
     else:
-        start_from(heads, configuration.heads.start_from)
+        start_from(heads, source, begun)
     return heads.to(base.device).float().train()
 
 
-def start_from(heads: Heads, source: str) -> None:
-    """Copy the weights of the heads in ``source`` into ``heads``, all but the token map, whose size is free.
+def start_from(heads: Heads, source: str, checkpoint: HeadsCheckpoint) -> None:
+    """Copy the weights of ``checkpoint``, the heads in ``source``, into ``heads``, all but the token map,
+    whose size is free.
 
     They may have parts that those lack and that begin as the identity: see
     :meth:`medusa.heads.protocol.Heads.grown_from`.
@@ -211,7 +216,6 @@ def start_from(heads: Heads, source: str) -> None:
     Raises:
         ValueError: those heads are of another configuration, or belong to an adapted base.
     """
-    checkpoint = load_heads(source)
     if checkpoint.adapter is not None:
         raise ValueError(
             f"start_from: the heads in {source!r} were trained together with an adapter and belong to the "
