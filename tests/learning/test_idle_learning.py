@@ -47,6 +47,7 @@ class Place:
         self.told = []
         self.ticks = directory / "ticks"
         self.learning = None
+        self.num_answers = 0
 
     def start(self, code):
         command = [sys.executable, "-c", code.format(path=str(self.ticks))]
@@ -57,7 +58,9 @@ class Place:
         return self.learning
 
     def answer(self, text="an answer that is long enough"):
-        tokens = chat_tokenizer()(text, add_special_tokens=False)["input_ids"]
+        """No two are the same."""
+        self.num_answers += 1
+        tokens = chat_tokenizer()(f"{self.num_answers:04} {text}", add_special_tokens=False)["input_ids"]
         self.learning.add(tokens[:4], tokens[4:])
 
     @property

@@ -31,12 +31,12 @@ def texts(server):
     return [row["text"] for row in server.service.model.learning.collected.newest_first()]
 
 
-def test_each_answer_is_kept_with_its_prompt(server):
+def test_each_answer_is_kept_once_with_its_prompt(server):
     tokens, _ = expected(MODEL, HELLO, max_new_tokens=24)
-    for _ in range(2):
-        chat(server, max_tokens=24, temperature=0)
-    text = chat_tokenizer().decode(tokens)
-    assert texts(server) == [f"<|user|>Hello<|end|><|assistant|>{text}"] * 2
+    for length in (24, 20, 24):
+        chat(server, max_tokens=length, temperature=0)
+    kept = [chat_tokenizer().decode(tokens[:length]) for length in (20, 24)]
+    assert texts(server) == [f"<|user|>Hello<|end|><|assistant|>{text}" for text in kept]
 
 
 def test_learning_stands_still_from_the_request_to_the_end_of_the_answer(server, monkeypatch):
