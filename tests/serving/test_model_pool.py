@@ -155,7 +155,7 @@ def test_who_waits_looks_again_only_when_something_has_changed(monkeypatch):
         await turns()
         assert len(looks) == num_looks == 2, "the newcomer, and who makes room for it"
         first.release()
-        (await asyncio.wait_for(newcomer, 1)).release()
+        (await asyncio.wait_for(newcomer, 60)).release()
 
     asyncio.run(ask())
 
