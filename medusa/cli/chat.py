@@ -340,7 +340,7 @@ class ChatTerminal:
     def _learned_version(self) -> LearnedVersion | None:
         """The heads that learning by use has put into use here."""
         learning = self.session.model.learning
-        return learning.learned.version if learning is not None and learning.follows else None
+        return learning.version if learning is not None and learning.follows else None
 
     def _print_answer(self, question: str | Message) -> None:
         with stop_button() as stopped, closing(self.session.reply(question)) as pieces:

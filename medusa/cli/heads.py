@@ -91,6 +91,7 @@ def _list(options: HeadsOptions) -> list[str]:
             "tokens": ("num_tokens", "{:,}"),
             "tok/step": ("tokens_per_step", "{:.2f}"),
             "x plain": ("speedup", TIMES),
+            "x before": ("gain", TIMES),
             "disk": (lambda row: megabytes(row["bytes"]), "{}"),
             "directory": (lambda row: row["directory"].rpartition("/")[2], "{}"),
         }

@@ -92,7 +92,9 @@ def learn(options: LearnOptions) -> list[str]:
         lesson.save()
         ways = _measured(lesson, options, heads_in_use(options.base, source))
         report = ways["learned"]
-        version = ended_version(lesson, report["tokens_per_step_of"]["default"], _speedup(report))
+        speedup = _speedup(report)
+        gain = speedup / _speedup(ways["in use"])
+        version = ended_version(lesson, report["tokens_per_step_of"]["default"], gain, speedup)
         is_better = _is_better(ways)
         if is_better:
             mark_learned(lesson.heads, version)

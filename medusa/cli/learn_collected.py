@@ -84,7 +84,7 @@ def learn_collected(options: LearnOptions) -> list[str]:
         model = load()
         in_use = _heads_in_use(options.base, model)
         worth, ratio = _judged(model, load_heads(lesson.heads).heads, in_use, _answered(lesson, model))
-        version = ended_version(lesson, worth["value"])
+        version = ended_version(lesson, worth["value"], ratio["value"])
         is_better = _is_better(ratio, is_first=in_use is None)
         if is_better:
             mark_learned(lesson.heads, version)

@@ -90,7 +90,9 @@ def _fitting(names: Sequence[str], model: MedusaModel) -> dict[str, Heads]:
     return fitting
 
 
-def ended_version(lesson: Round, tokens_per_step: float, speedup: float | None = None) -> LearnedVersion:
+def ended_version(
+    lesson: Round, tokens_per_step: float, gain: float, speedup: float | None = None
+) -> LearnedVersion:
     """The version that a round has made, with what was measured; ``speedup`` is None where nothing was
     timed."""
     provenance = read_json(lesson.heads / PROVENANCE_FILE)
@@ -104,6 +106,7 @@ def ended_version(lesson: Round, tokens_per_step: float, speedup: float | None =
         minutes=round(lesson.minutes_taken, 1),
         tokens_per_step=round(tokens_per_step, 3),
         speedup=None if speedup is None else round(speedup, 3),
+        gain=round(gain, 3),
     )
 
 

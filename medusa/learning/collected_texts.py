@@ -40,8 +40,12 @@ class CollectedTexts:
         self.directory = directory
         self.tokenizer = tokenizer
         self.new, self.earlier, self._taken = (directory / name for name in (NEW, EARLIER, TAKEN))
-        self._known: set[int] | None = None
-        """Hashes of the texts; None until one is added."""
+        self._known: set[int] = set()
+        """Hashes of texts that are there."""
+
+    def read_known(self) -> None:
+        """Know the texts that are there already, before any is added."""
+        self._known = {hash(row["text"]) for row in self.newest_first()}
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Keep an answer, in tokens, and the end of its prompt; a text that is there already teaches nothing.
@@ -61,8 +65,8 @@ class CollectedTexts:
                 both = zip(text, self.tokenizer.decode(before[start : start + WINDOW]), strict=False)
                 shared = itertools.takewhile(lambda pair: pair[0] == pair[1], both)
                 rows.append({"text": text, "answer_from": sum(1 for _ in shared)})
-        if self._known is None or len(self._known) > MOST_KNOWN:
-            self._known = {hash(row["text"]) for row in self.newest_first()}
+        if len(self._known) > MOST_KNOWN:
+            self.read_known()
         rows = [row for row in rows if hash(row["text"]) not in self._known]
         handle = os.open(self.new, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         with os.fdopen(handle, "ab") as file:
@@ -106,10 +110,12 @@ class CollectedTexts:
 
 def _newest_first(*paths: Path) -> Iterator[Row]:
     for path in paths:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        for line in reversed(lines):
-            if line.endswith("}"):
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        for line in reversed(text.split("\n")):
+            try:
                 yield json.loads(line)
+            except json.JSONDecodeError:  # cut, and perhaps the next text stands behind it
+                continue
 
 
 def _lines(rows: Sequence[Row]) -> bytes:

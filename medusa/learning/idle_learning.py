@@ -81,7 +81,9 @@ class IdleLearning:
         self.on_new_heads = on_new_heads
         self.collected: CollectedTexts | None = CollectedTexts(learned.directory, tokenizer)
         """None once nothing can be kept any more."""
-        self._in_use = learned.in_use
+        self.collected.read_known()
+        self.version = learned.version
+        """That in use when the record was read last; None where none was."""
         self._process: subprocess.Popen[bytes] | None = None
         self._is_paused = False
         self._num_failures = 0
@@ -109,7 +111,7 @@ class IdleLearning:
     def report(self) -> dict[str, Any]:
         """What goes on, in plain JSON values, without names of files: the state, bytes of new text, and the
         version in use, None for none."""
-        version = self.learned.version
+        version = self.version
         known = None
         if version is not None:
             known = {key: value for key, value in asdict(version).items() if key != "learned_from"}
@@ -192,11 +194,11 @@ class IdleLearning:
                 self._is_paused = False
             elif process is None and is_idle and self._is_due():
                 self._begin()
-        in_use = self.learned.in_use
-        if in_use is not None and in_use != self._in_use:
-            self._in_use = in_use
-            if self.follows:
-                self.on_new_heads(in_use)
+        version = self.learned.version
+        if version != self.version:
+            self.version = version
+            if version is not None and self.follows:
+                self.on_new_heads(self.learned.heads_of(version))
 
     def _is_due(self) -> bool:
         """Whether a round was stopped, or there is enough that is new; after failures, much more."""

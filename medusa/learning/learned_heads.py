@@ -64,6 +64,9 @@ class LearnedVersion:
     """On questions that were kept apart, or on the newest answers."""
     speedup: float | None
     """Tokens a second there, against plain decoding; None where nothing was timed."""
+    gain: float | None = None
+    """Against what was in use before: in tokens a second, or in tokens per step where nothing was timed.
+    None in older records."""
 
 
 @dataclass(frozen=True)

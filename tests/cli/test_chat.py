@@ -123,13 +123,12 @@ def test_the_cost_of_an_answer_says_what_plain_decoding_gives_once_that_is_known
 def test_a_chat_says_when_it_drafts_with_other_heads_that_it_has_learned():
     terminal, printed = scripted("One.", "Two.", "Three.")
     version = LearnedVersion(2, "2026-01-01T00:00:00", ["use"], True, 9_000, 3.0, 1.62, None)
-    learned = SimpleNamespace(version=None)
     learning = SimpleNamespace(
-        learned=learned, follows=False, state="collecting", report=lambda: {"new_bytes": 4_200}
+        version=None, follows=False, state="collecting", report=lambda: {"new_bytes": 4_200}
     )
     terminal.session.model.learning = learning
     terminal.ask("Hi")
-    learned.version = version
+    learning.version = version
     terminal.ask("Hi")
     assert "drafts with heads" not in printed(), "heads that were named stay"
     learning.follows = True

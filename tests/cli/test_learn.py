@@ -124,7 +124,8 @@ def test_a_round_leaves_answers_and_heads_that_nobody_else_can_read(learned):
 def test_the_list_says_how_good_they_are_and_from_what(place, learned, capsys):
     said = ran(capsys, ["heads"])
     (row,) = json.loads(said.out.splitlines()[-1])["heads"]
-    assert row["is_in_use"] and row["speedup"] == 2.0 and row["base"] == str(place / "base")
+    assert row["is_in_use"] and row["base"] == str(place / "base")
+    assert row["speedup"] == 2.0 and row["gain"] == 1.818, "1.1 was in use"
     assert row["learned_from"] == [str(place / "questions.jsonl")] and row["num_tokens"] > 50
     assert "2.00x" in said.out and f"medusa chat --base {place / 'base'}" in said.err
 
@@ -317,6 +318,7 @@ def test_heads_learn_from_use_and_are_judged_on_the_newest_answers(place, unlear
     assert report["is_in_use"] and report["tokens_per_step"] > 1.5 and report["speedup"] is None
     assert "tokens a step on the newest answers" in said.err and "those of nothing" in said.err
     assert heads_that_fit(str(place / "base")) == str(unlearned.in_use)
+    assert unlearned.version.gain == unlearned.version.tokens_per_step, "against plain decoding"
     assert unlearned.version.is_private and unlearned.version.learned_from == ["34 texts that it wrote"]
     assert not collected.new_rows() and len([*collected.newest_first()]) == 40, "they are replayed later"
     assert not unlearned.answers and not unlearned.round.exists()

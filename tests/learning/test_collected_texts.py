@@ -45,6 +45,7 @@ def test_a_text_that_is_there_already_is_no_new_one(collected, tmp_path, monkeyp
     assert collected.num_new_bytes == size
     collected.end_new()
     again = CollectedTexts(tmp_path, collected.tokenizer)
+    again.read_known()
     again.add(tokens("a question of some length"), tokens("answer"))
     again.add(tokens("a question of some length"), tokens("another"))
     assert [row["text"] for row in again.new_rows()] == ["a question of some lengthanother"]
@@ -75,6 +76,10 @@ def test_nobody_else_reads_them_and_a_line_that_was_cut_is_left_out(collected):
     with collected.new.open("a") as file:
         file.write(json.dumps({"text": "cut"})[:-4])
     assert texts(collected) == ["a question of some lengthanswer"]
+    for _ in range(2):  # the first stands behind what was cut
+        collected.add(tokens("a question of some length"), tokens("another"))
+        collected.add(tokens("a question of some length"), tokens("one more"))
+    assert texts(collected) == ["a question of some lengthone more", "a question of some lengthanswer"]
 
 
 def test_where_the_directory_is_forgotten_nothing_is_kept(collected, tmp_path):

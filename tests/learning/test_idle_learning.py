@@ -164,9 +164,10 @@ def test_other_heads_in_use_are_told_whoever_has_learned_them(place):
         wait_until(lambda: place.told == expected)
     learning.follows = False
     record.write_text(json.dumps({"base": "base", "in_use": 2, "versions": versions}))
-    wait_until(lambda: learning._in_use == place.learned.directory / "heads-2")
+    wait_until(lambda: learning.version.number == 2)
     assert place.told == expected, "heads that were named stay"
     record.write_text(json.dumps({"base": "base", "in_use": 1, "versions": versions}))
+    wait_until(lambda: learning.version.number == 1)
     report = learning.report()
     assert report["version"]["number"] == 1 and "secret" not in json.dumps(report)
 
@@ -178,6 +179,7 @@ def test_a_damaged_record_is_told_once(place, caplog):
         wait_until(lambda: caplog.records)
         time.sleep(0.15)
     assert caplog.text.count("record.json is damaged") == 1 and place.learning._thread.is_alive()
+    assert place.learning.report()["version"] is None, "what was read last"
 
 
 def test_answers_go_on_where_nothing_can_be_kept(place, caplog):

@@ -189,26 +189,26 @@ def built_heads(configuration: TrainingConfiguration, base: CausalLM, training: 
         ValueError: the heads to start from have other options; or the base's files lack those it comes with.
     """
     config = configuration.heads_config(base)
-    source = configuration.heads.start_from
-    begun = None if source is None else load_heads(source)
+    start = None
+    if configuration.heads.start_from is not None:
+        start = load_heads(configuration.heads.start_from)
     token_map = None
     if config.token_map_size is not None:
-        before = None if begun is None or begun.heads.token_map is None else begun.heads.token_map.numpy()
+        before = None if start is None or start.heads.token_map is None else start.heads.token_map.numpy()
         most_frequent = training.most_frequent_labels(config.token_map_size, config.vocab_size, before)
         token_map = torch.from_numpy(most_frequent)
     with torch.random.fork_rng():
         torch.manual_seed(configuration.data.seed)
         heads: Any = configuration.heads_type(config, token_map)
-    if source is None or begun is None:
+    if start is None:
         heads.initialise(base)
     else:
-        start_from(heads, source, begun)
+        start_from(heads, start)
     return heads.to(base.device).float().train()
 
 
-def start_from(heads: Heads, source: str, checkpoint: HeadsCheckpoint) -> None:
-    """Copy the weights of ``checkpoint``, the heads in ``source``, into ``heads``, all but the token map,
-    whose size is free.
+def start_from(heads: Heads, checkpoint: HeadsCheckpoint) -> None:
+    """Copy the weights of ``checkpoint`` into ``heads``, all but the token map, whose size is free.
 
     They may have parts that those lack and that begin as the identity: see
     :meth:`medusa.heads.protocol.Heads.grown_from`.
@@ -218,8 +218,8 @@ def start_from(heads: Heads, source: str, checkpoint: HeadsCheckpoint) -> None:
     """
     if checkpoint.adapter is not None:
         raise ValueError(
-            f"start_from: the heads in {source!r} were trained together with an adapter and belong to the "
-            "base that carries it; start from heads of the base itself"
+            "start_from: those heads were trained together with an adapter and belong to the base that "
+            "carries it; start from heads of the base itself"
         )
     ours = asdict(heads.config)
     theirs = asdict(checkpoint.heads.config)
@@ -229,9 +229,7 @@ def start_from(heads: Heads, source: str, checkpoint: HeadsCheckpoint) -> None:
         ours |= heads.grown_from(theirs)
     differing = differences(theirs, ours)
     if differing:
-        raise ValueError(
-            f"start_from: the heads in {source!r} are others than asked for: {'; '.join(differing)}"
-        )
+        raise ValueError(f"start_from: those heads are others than asked for: {'; '.join(differing)}")
     heads.copy_weights(checkpoint.heads)
 
 
