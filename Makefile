@@ -119,7 +119,7 @@ test-oldest: .venv-oldest/.$(OLDEST) .venv/.installed
 NEWEST := \
     tests/base/test_causal_lm.py \
     tests/heads/test_mtp.py::test_the_text_is_that_of_plain_decoding \
-    tests/engine/test_quantised_directories.py::test_compiled_steps_write_the_text_of_general_ones_with_any_draft \
+    tests/engine/weights/test_quantised_directories.py::test_compiled_steps_write_the_text_of_general_ones_with_any_draft \
     tests/training/test_trainer.py::test_training_lowers_the_held_out_loss_and_leaves_the_base_alone \
     tests/serving/test_server.py::test_an_answer_is_that_of_generate_streamed_or_not \
     tests/serving/test_server.py::test_many_clients_at_once_get_what_each_gets_alone \

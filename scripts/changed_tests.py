@@ -3,9 +3,9 @@
     python scripts/changed_tests.py            # since this branch left origin/main, or since HEAD
     python scripts/changed_tests.py --since v0.2.0
 
-For each module of medusa/ that has changed: the tests of its room, those that import it, and the text against
-plain decoding; for anything else that has changed, the tests beside the rooms. All tests stay the rule before
-a merge: a room may break one that is far away.
+For each module of medusa/ that has changed: the tests of its innermost room, those that import it, and the
+text against plain decoding; for anything else that has changed, the tests beside the rooms. All tests stay
+the rule before a merge: a room may break one that is far away.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def tests_for(changed: list[str]) -> list[str]:
             chosen |= {test for test, names in imports.items() if test == name or path.stem in names}
         elif path.parts[0] == "medusa" and len(path.parts) > 1:
             module = ".".join(path.with_suffix("").parts)
-            room = f"tests/{path.parts[1]}"
-            chosen |= {room} if (ROOT / room).is_dir() else set()
+            rooms = ["/".join(("tests", *above.parts[1:])) for above in path.parents if len(above.parts) > 1]
+            chosen |= set([room for room in rooms if (ROOT / room).is_dir()][:1])
             chosen |= {test for test, names in imports.items() if module in names}
             chosen |= set(ALWAYS)
         elif path.parts[0] in ("train", "inference", "scripts"):

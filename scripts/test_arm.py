@@ -41,9 +41,9 @@ PROGRAMS = {
 LEVELS = ("armv8.2-a+dotprod+i8mm", "armv8.2-a+dotprod", "armv8-a")
 """Instructions that the kernels are compiled for, as a compiler's ``-march`` names them."""
 LEVEL_TESTS = (
-    "tests/engine/test_group_quantised.py",
-    "tests/engine/test_packed_experts.py",
-    "tests/engine/test_quantised_bases.py::test_no_draft_changes_the_text[llama-Q4_K_M-int8-greedy]",
+    "tests/engine/weights/test_group_quantised.py",
+    "tests/engine/weights/test_packed_experts.py",
+    "tests/engine/weights/test_quantised_bases.py::test_no_draft_changes_the_text[llama-Q4_K_M-int8-greedy]",
 )
 """Tests of what depends on the level: products with weights that a file has quantised."""
 OTHER_TESTS = (

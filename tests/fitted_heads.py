@@ -61,7 +61,7 @@ def eagle3_that_knows(base, answers: list[torch.Tensor], num_steps: int = 40) ->
     column = torch.zeros(vocab_size(base), dtype=torch.long)
     column[tokens] = torch.arange(len(tokens))
     with torch.no_grad():
-        states = [hidden_states(base, answer, layers=head.aux_layers) for answer in answers]
+        states = [hidden_states(base, answer, layers=head.fused_layers) for answer in answers]
         embedded = [base.get_input_embeddings()(answer) for answer in answers]
     optimizer = torch.optim.Adam(head.parameters(), lr=2e-3)
     for _ in range(num_steps):

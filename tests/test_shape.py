@@ -37,7 +37,7 @@ class Places:
 
 
 PLACES = {
-    "names of kinds of steps": Places(r'"(?:general|compiled|static|captured)"', 27, 12),
+    "names of kinds of steps": Places(r'"(?:general|compiled|static|captured)"', 26, 11),
     "tests of the device": Places(r"device\.type|is_cpu|is_on_cpu", 47, 25),
     "branches on kinds of heads": Places(
         r'head_kind|"(?:eagle3|mtp)"|isinstance\([^()]*(?:AutoregressiveHead|MedusaHeads|MtpHead|Eagle3Head)',

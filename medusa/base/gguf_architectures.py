@@ -97,7 +97,7 @@ class Architecture:
 # ------------------------------------------------------------------ configurations
 
 
-def settings_of(file: GGUFFile) -> dict[str, Any]:
+def configuration_of(file: GGUFFile) -> dict[str, Any]:
     """The configuration of the model in ``file``, whose architecture is in :data:`ARCHITECTURES`.
 
     Raises:

@@ -39,8 +39,8 @@ from medusa.base.gguf_architectures import (
     ARCHITECTURES,
     ROPE_FACTORS,
     Keys,
+    configuration_of,
     in_shape,
-    settings_of,
     sources_in_layer,
 )
 from medusa.base.gguf_file import GGUFFile, check_shape
@@ -121,7 +121,7 @@ def _config_of(file: GGUFFile) -> PreTrainedConfig:
     listed = {*gguf.MODEL_ARCH_NAMES.values()}
     with _explained_metadata(file):
         if file.architecture in ARCHITECTURES.keys() & listed:
-            return AutoConfig.for_model(**settings_of(file))
+            return AutoConfig.for_model(**configuration_of(file))
         if file.architecture in GGUF_CONFIG_ARCHS:
             return AutoConfig.for_model(**get_gguf_config(dict(file.metadata), tuple(file.tensors)))
     known = {name.replace("_", "").replace("-", "") for name in GGUF_SUPPORTED_ARCHITECTURES}

@@ -87,7 +87,7 @@ class QuantisedDirectory:
 
     def __init__(self, name: str, config: PreTrainedConfig, files: Sequence[Path]):
         self.name = name
-        self.settings = settings_of(config)
+        self.settings = quantisation_settings(config)
         self._form = described_settings(config)
         self.config = copy.deepcopy(config)
         """The configuration of the model that was quantised."""
@@ -506,7 +506,7 @@ def set_weight(model: Any, name: str, values: Tensor) -> None:
         setattr(module, last, nn.Parameter(values, requires_grad=False))
 
 
-def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
+def quantisation_settings(config: PreTrainedConfig) -> dict[str, Any]:
     """The ``quantization_config`` of a configuration; empty where it has none."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
@@ -531,12 +531,12 @@ def _schemes_of(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def is_quantised(config: PreTrainedConfig) -> bool:
     """Whether one of :data:`METHODS` has quantised the weights of a model of this configuration."""
-    return settings_of(config).get("quant_method") in METHODS
+    return quantisation_settings(config).get("quant_method") in METHODS
 
 
 def described_settings(config: PreTrainedConfig) -> str:
     """How a model of this configuration was quantised: "gptq in 4 bits, groups of 128"."""
-    settings = settings_of(config)
+    settings = quantisation_settings(config)
     method = settings.get("quant_method")
     if method in ("gptq", "awq"):
         size = settings.get("group_size")

@@ -24,7 +24,7 @@ from transformers.utils import WEIGHTS_NAME
 
 from medusa.base.causal_lm import CausalLM
 from medusa.base.loading import BaseSource, explained_damage, weight_files
-from medusa.base.quantised_directory import settings_of
+from medusa.base.quantised_directory import quantisation_settings
 
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """Types that weights are held in, as safetensors names them."""
@@ -61,7 +61,7 @@ class StoredWeights:
         Raises:
             ValueError: a file is damaged.
         """
-        if settings_of(source.config):
+        if quantisation_settings(source.config):
             return None
         tensors = dict(_file_tensors(source))
         parts_of: dict[str, list[FileTensor]] = {}  # by the name of the parameter

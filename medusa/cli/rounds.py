@@ -84,7 +84,7 @@ def _fitting(names: Sequence[str], model: MedusaModel) -> dict[str, Heads]:
             heads.kind == MedusaHeads.kind
             and checkpoint.adapter is None
             and (heads.config.hidden_size, heads.config.vocab_size) == sizes
-            and max(heads.aux_layers, default=0) <= num_layers
+            and max(heads.fused_layers, default=0) <= num_layers
         ):
             fitting[name] = heads.to(model.device).eval()
     return fitting

@@ -208,7 +208,7 @@ class Executor:
         is_own = call.tree is None and call.drafter is None  # what a caller names is drafted always
         if is_own and request.is_exact:
             adaptive = self._adaptive(drafter, step, len(request.tokens))
-        runner, seconds = self._runner(step, drafter.aux_layers, drafter.needs_features)
+        runner, seconds = self._runner(step, drafter.fused_layers, drafter.reads_features)
         return Plan(
             step,
             runner,
@@ -228,7 +228,7 @@ class Executor:
         kind = self.step_for(step)
         heads = None if plain else self.heads
         keeps_features = reads_features(heads)
-        runner, seconds = self._runner(kind, () if heads is None else heads.aux_layers, keeps_features)
+        runner, seconds = self._runner(kind, () if heads is None else heads.fused_layers, keeps_features)
         stepper: Stepper
         if STEPS[kind].has_any_shape:
             stepper = GeneralStepper(runner, kind)
@@ -398,7 +398,7 @@ class Executor:
 
 def reads_features(heads: Heads | None) -> bool:
     """Whether ``heads`` read the base's hidden states of the whole text."""
-    return heads is not None and heads.reads_text
+    return heads is not None and heads.reads_features
 
 
 def trees_of(

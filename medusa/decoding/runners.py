@@ -53,8 +53,8 @@ class Runner:
     profile: BaseProfile
     """The facts about it."""
     layers: tuple[int, ...] = ()
-    """The decoder layers whose output drafters read too (``aux_layers`` of a drafter); it is appended to the
-    hidden states."""
+    """The decoder layers whose output drafters read too (``fused_layers`` of a drafter); it is appended to
+    the hidden states."""
     keeps_features: bool = False
     """Whether the hidden states of the text are stored in the cache, for drafters that read them."""
     run_pass: Callable[..., tuple[Tensor, Tensor]] = eager_pass

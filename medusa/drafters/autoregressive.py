@@ -75,7 +75,7 @@ class LayerCache:
         return self._read(context, run)
 
     def _read(self, context: DraftContext, run: RunLayer) -> list[Tensor]:
-        assert context.features is not None, "a drafter with LayerCache needs_features"
+        assert context.features is not None, "a drafter with LayerCache reads_features"
         missing = context.lengths - 1 - self.cache.lengths
         newest: list[Tensor] = []
         num_entries = [length - 1 for length in context.lengths.tolist()]
@@ -114,7 +114,7 @@ class LayerCache:
 
 def _of_row(context: DraftContext, row: int) -> DraftContext:
     """The text of one row."""
-    assert context.features is not None, "a drafter with LayerCache needs_features"
+    assert context.features is not None, "a drafter with LayerCache reads_features"
     only = slice(row, row + 1)
     return replace(
         context, tokens=context.tokens[only], lengths=context.lengths[only], features=context.features[only]
@@ -130,12 +130,12 @@ class AutoregressiveDrafter(LevelDrafter):
     """
 
     context_only = False  # a guess made from the head's own features is another than one made from the base's
-    needs_features = True
+    reads_features = True
 
     def __init__(self, head: AutoregressiveHead, base: CausalLM, tree: CandidateTree):
         self.head = head
         self.base = base
-        self.aux_layers = head.aux_layers
+        self.fused_layers = head.fused_layers
         super().__init__(tree, lm_head_device(base))
 
     def _shape(self, tree: CandidateTree) -> None:

@@ -33,7 +33,7 @@ class HeadsDrafter(LevelDrafter):
     def __init__(self, heads: MedusaHeads, lm_head: nn.Module, tree: CandidateTree):
         self.heads = heads
         self.lm_head = lm_head
-        self.aux_layers = heads.aux_layers
+        self.fused_layers = heads.fused_layers
         super().__init__(tree, place_of(lm_head))
 
     def _shape(self, tree: CandidateTree) -> None:

@@ -35,7 +35,7 @@ class DraftContext:
     root: Tensor
     """(B,) long: the base's own next token, not yet in its cache."""
     hidden: Tensor
-    """(B, (1 + A) * D): the base's hidden state that chose ``root``, then those of the A ``aux_layers``."""
+    """(B, (1 + A) * D): the base's hidden state that chose ``root``, then those of the A ``fused_layers``."""
     tokens: Tensor
     """(B, S) long: each row's tokens from column 0, root included."""
     lengths: Tensor
@@ -48,7 +48,7 @@ class DraftContext:
     """Temperature of the sampling distribution; 1.0 when greedy. (B, 1, 1) where rows differ, 0 in greedy
     ones."""
     features: Tensor | None = None
-    """(B, S, D), or as ``hidden``: the same at every committed position, if ``needs_features``."""
+    """(B, S, D), or as ``hidden``: the same at every committed position, if ``reads_features``."""
     sampled: DraftKind | None = None
     """Draw the candidates from the drafter's distribution, in this way; None: take the best ones."""
     seeds: Tensor | None = None
@@ -110,9 +110,9 @@ class Drafter(Protocol):
 
     context_only: bool
     """Whether the proposal after a text depends only on that text, not on the step it was drafted in."""
-    needs_features: bool
+    reads_features: bool
     """Whether :class:`DraftContext` must carry ``features``."""
-    aux_layers: tuple[int, ...]
+    fused_layers: tuple[int, ...]
     """The decoder layers whose states it reads beside the last one
     (:func:`medusa.base.passes.capture_hidden_states`)."""
 
@@ -169,7 +169,7 @@ def not_capturable(drafter: Drafter) -> list[Drafter]:
     parts = getattr(drafter, "drafters", None)
     if parts is not None:
         return [drafter for part in parts for drafter in not_capturable(part)]
-    return [] if isinstance(drafter, StaticDrafter) and not drafter.needs_features else [drafter]
+    return [] if isinstance(drafter, StaticDrafter) and not drafter.reads_features else [drafter]
 
 
 class StatelessDrafter:
@@ -179,8 +179,8 @@ class StatelessDrafter:
     """
 
     context_only = True
-    needs_features = False
-    aux_layers: tuple[int, ...] = ()
+    reads_features = False
+    fused_layers: tuple[int, ...] = ()
 
     def with_tree(self, tree: CandidateTree | None = None) -> Drafter:
         drafter = cast(Drafter, copy.copy(self))  # subclasses have the protocol's methods
@@ -203,22 +203,22 @@ class StatelessDrafter:
 
 
 class PlainDrafter(StatelessDrafter):
-    """Proposes nothing. ``aux_layers`` are taken from the drafter that it replaces for some steps."""
+    """Proposes nothing. ``fused_layers`` are taken from the drafter that it replaces for some steps."""
 
     max_depth = 0
     num_nodes = 1
 
-    def __init__(self, aux_layers: tuple[int, ...] = ()):
-        self.aux_layers = aux_layers
+    def __init__(self, fused_layers: tuple[int, ...] = ()):
+        self.fused_layers = fused_layers
         self._topology: TreeTopology | None = None
 
     @property
     def static_key(self) -> Hashable:
         """See :class:`medusa.drafters.protocol.StaticDrafter`."""
-        return self.aux_layers
+        return self.fused_layers
 
     def with_tree(self, tree: CandidateTree | None = None) -> PlainDrafter:
-        return PlainDrafter(self.aux_layers)
+        return PlainDrafter(self.fused_layers)
 
     def tensors(self) -> list[Tensor]:
         return []

@@ -24,8 +24,8 @@ class UnionDrafter(StatelessDrafter):
         if len(drafters) < 2:
             raise ValueError(f"a union takes at least two drafters, got {len(drafters)}")
         self.drafters = list(drafters)
-        self.needs_features = any(drafter.needs_features for drafter in drafters)
-        self.aux_layers = tuple(sorted({layer for drafter in drafters for layer in drafter.aux_layers}))
+        self.reads_features = any(drafter.reads_features for drafter in drafters)
+        self.fused_layers = tuple(sorted({layer for drafter in drafters for layer in drafter.fused_layers}))
 
     def with_tree(self, tree: CandidateTree | None = None) -> UnionDrafter:
         """Each part in ``tree``."""
@@ -68,12 +68,12 @@ class UnionDrafter(StatelessDrafter):
 
     def _as_read_by(self, drafter: Drafter, context: DraftContext) -> DraftContext:
         """The context with the layers that ``drafter`` reads, and no others."""
-        if drafter.aux_layers == self.aux_layers:
+        if drafter.fused_layers == self.fused_layers:
             return context
         features = context.features
         if features is not None:
-            features = layers_of(features, self.aux_layers, drafter.aux_layers)
-        hidden = layers_of(context.hidden, self.aux_layers, drafter.aux_layers)
+            features = layers_of(features, self.fused_layers, drafter.fused_layers)
+        hidden = layers_of(context.hidden, self.fused_layers, drafter.fused_layers)
         return replace(context, hidden=hidden, features=features)
 
 

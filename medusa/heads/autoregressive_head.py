@@ -36,7 +36,7 @@ class Drafted(NamedTuple):
 class AutoregressiveHead(Heads):
     """An autoregressive head. The base's embeddings are passed in, never part of it."""
 
-    reads_text: ClassVar[bool] = True
+    reads_features: ClassVar[bool] = True
 
     @property
     def num_heads(self) -> int:

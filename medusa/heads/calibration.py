@@ -68,7 +68,7 @@ def calibrate_each(
         ValueError: no row has a labelled token after its first.
     """
     ordered = sorted(enumerate(rows), key=lambda item: len(item[1].token_ids))
-    layers = sorted({layer for heads in sets for layer in heads.aux_layers})
+    layers = sorted({layer for heads in sets for layer in heads.fused_layers})
     ranks: list[list[list[Tensor]]] = [[[] for _ in ordered] for _ in sets]  # by heads, row and answer
     switch = longrope_threshold(base) or 0  # past it LongRoPE reads a whole batch otherwise
     short = bisect_right(ordered, switch, key=lambda item: len(item[1].token_ids))
@@ -82,7 +82,7 @@ def calibrate_each(
             hidden = pad_sequence([states[index] for index in indices], batch_first=True)
             hidden = hidden.to(lm_head_device(base), base.dtype)
         for heads, ranks_of_rows in zip(sets, ranks, strict=True):
-            heads_hidden = layers_of(hidden, layers, heads.aux_layers)
+            heads_hidden = layers_of(hidden, layers, heads.fused_layers)
             batch_ranks = _batch_ranks(base, heads, batch, ids, heads_hidden, max_rank)
             for index, row_ranks in zip(indices, batch_ranks, strict=True):
                 ranks_of_rows[index] = row_ranks

@@ -139,7 +139,7 @@ class Eagle3Head(AutoregressiveHead):
         return not self.config.own_lm_head
 
     def in_words(self) -> str:
-        layers = " ".join(map(str, self.aux_layers))
+        layers = " ".join(map(str, self.fused_layers))
         rows = "rows of its own" if self.config.own_lm_head else "the base's rows"
         return (
             f"an EAGLE-3 head over layers {layers} that drafts {self.num_heads} deep and scores "

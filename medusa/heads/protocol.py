@@ -29,7 +29,7 @@ class Heads(DraftVocab):
     config_type: ClassVar[type[Any]]
     """The dataclass of their configuration. All have ``hidden_size``, ``vocab_size``, ``token_map_size`` and
     ``fused_layers``."""
-    reads_text: ClassVar[bool] = False
+    reads_features: ClassVar[bool] = False
     """Whether they read the base's states of the whole text, and not only the newest. They then keep what
     they have read, and drafting waits for the host, so steps of fixed shape do not run them."""
     exported_as: ClassVar[ForeignName | None] = None
@@ -46,7 +46,7 @@ class Heads(DraftVocab):
         """K: the depth of their guesses."""
 
     @property
-    def aux_layers(self) -> tuple[int, ...]:
+    def fused_layers(self) -> tuple[int, ...]:
         """The base's decoder layers whose states :meth:`fuse` takes beside the last one."""
         return self.config.fused_layers
 

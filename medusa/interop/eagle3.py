@@ -170,7 +170,7 @@ def _changes(request: ToExport, head: Eagle3Head, rows: Tensor) -> list[str]:
         names = ", ".join(name for name in _FLAGS if getattr(head.config, name))
         changes.append(f"{names}: vLLM reads these keys, and other engines leave them out")
     if _layers_named(head, request.base):
-        layers = " ".join(map(str, head.aux_layers))
+        layers = " ".join(map(str, head.fused_layers))
         changes.append(
             f"the fused layers {layers} differ from the engines' default, so {_LAYERS_KEY} "
             "names them as vLLM reads it; SGLang adds 1 to each"
@@ -184,7 +184,7 @@ def _layers_named(head: Eagle3Head, base: CausalLM) -> dict[str, list[int]]:
         usual = default_layers(base)
     except ValueError:  # too few layers to have any
         usual = None
-    return {} if head.aux_layers == usual else {_LAYERS_KEY: list(head.aux_layers)}
+    return {} if head.fused_layers == usual else {_LAYERS_KEY: list(head.fused_layers)}
 
 
 def _layer_config(config: Eagle3Config, request: ToExport) -> dict[str, Any]:

@@ -27,11 +27,11 @@ from medusa.hardware import wait_for
 from medusa.heads.checkpoint import HeadsCheckpoint, load_heads, save_tree
 from medusa.measurement.timing import take_turns
 from medusa.model import MedusaModel
+from medusa.options import FALLBACK_STEP
 from medusa.plots import FAINT, GREEN, ORANGE, beside, figure_of, shade, size_axis
 from medusa.trees.candidate_tree import CandidateTree
 from medusa.trees.rank_counts import RankCounts
 from medusa.trees.tuned_trees import (
-    DEFAULT_STEP,
     RUNTIME_KEYS,
     Runtime,
     TunedTree,
@@ -232,7 +232,7 @@ def _why_default_stays(before: HeadsCheckpoint, single: TunedTree | None) -> str
     if not all(isinstance(origin.get(key), str) for key in RUNTIME_KEYS):  # never timed
         return None
     runtime = Runtime(*(origin[key] for key in RUNTIME_KEYS))
-    step = origin.get("step", DEFAULT_STEP)
+    step = origin.get("step", FALLBACK_STEP)
     if (runtime, step) == (single.runtime, single.step):
         return None
     return f"it was tuned on {runtime.in_words()}, {step} steps"

@@ -14,11 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from medusa.options import FALLBACK_STEP
 from medusa.trees.candidate_tree import CandidateTree
 
 RUNTIME_KEYS = ("device", "dtype", "engine")
-DEFAULT_STEP = "general"
-"""The kind of step of an entry that names none, as in files of version 0.1.0 and before."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,9 @@ class TunedTree:
     tree: CandidateTree
     origin: Mapping[str, Any] = field(default_factory=dict)
     """The measurements, in plain JSON values."""
-    step: str = DEFAULT_STEP
-    """How the steps were run that were timed (see :mod:`medusa.decoding.executor`)."""
+    step: str = FALLBACK_STEP
+    """How the steps were run that were timed (see :mod:`medusa.decoding.executor`); files of version 0.1.0 do
+    not say it."""
 
     @property
     def key(self) -> tuple[Runtime, str, int]:
@@ -85,7 +85,7 @@ class TunedTree:
         for key in (*RUNTIME_KEYS, "batch_size", "paths"):
             if key not in entry:
                 raise ValueError(f"{origin} must hold {key!r}, got {sorted(entry)}; tune the tree again")
-        step = entry.get("step", DEFAULT_STEP)
+        step = entry.get("step", FALLBACK_STEP)
         for key, value in (*((key, entry[key]) for key in RUNTIME_KEYS), ("step", step)):
             if not isinstance(value, str) or not value:
                 raise ValueError(f"{origin}: {key} must be text that is not empty, got {value!r}")
@@ -122,7 +122,7 @@ class Trees:
         by_step: dict[str, list[TunedTree]] = {}
         for entry in self.tuned:
             by_step.setdefault(entry.step, []).append(entry)
-        fitting = by_step.get(step) or by_step.get(DEFAULT_STEP)
+        fitting = by_step.get(step) or by_step.get(FALLBACK_STEP)
         if not fitting:
             fitting = [entry for entry in self.tuned if entry.runtime.is_card]
         if not fitting:

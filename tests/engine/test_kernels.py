@@ -632,7 +632,7 @@ def passed_elsewhere(level, *flags, tests, environment=None):
 def test_tile_registers_give_what_vectors_give_where_they_are_only_arrays():
     if has_tiles():
         pytest.skip("this processor has tile registers, with which these tests run anyway")
-    files = "tests/engine/test_kernels.py", "tests/engine/test_group_quantised.py"
+    files = "tests/engine/test_kernels.py", "tests/engine/weights/test_group_quantised.py"
     tests = *files, "-k", "tiles or twelve_bits"
     assert "skipped" not in passed_elsewhere("tiles in software", "-O1", tests=tests)
 
@@ -641,7 +641,7 @@ def test_tile_registers_give_what_vectors_give_where_they_are_only_arrays():
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_quantised_weights_hold_on_every_processor(level):
-    files = "tests/engine/test_group_quantised.py", "tests/engine/test_packed_experts.py"
+    files = "tests/engine/weights/test_group_quantised.py", "tests/engine/weights/test_packed_experts.py"
     passed_elsewhere(level, "-O2", tests=files)
 
 

@@ -58,7 +58,7 @@ def test_untrained_heads_are_the_base_models_own_lm_head(unembedding, bias, read
     expected = embedding(HIDDEN)
     if unembedding == "token_map":
         expected = expected[..., MAP]
-    below = torch.randn(2, 5, len(heads.aux_layers) * HIDDEN_SIZE)
+    below = torch.randn(2, 5, len(heads.fused_layers) * HIDDEN_SIZE)
     logits = heads(heads.fuse(torch.cat([HIDDEN, below], -1)), embedding, PATH)
     assert logits.shape == (2, 5, NUM_HEADS, expected.shape[-1])
     for k in range(NUM_HEADS):

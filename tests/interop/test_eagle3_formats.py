@@ -151,7 +151,7 @@ def test_heads_of_others_guess_here_what_they_guess_there_and_decode_exactly(var
     assert told == (variant == "speculators, residual left out")
     checkpoint = load_heads(tmp_path / "heads")
     head = checkpoint.heads
-    assert head.aux_layers == LAYERS and checkpoint.base_model == base
+    assert head.fused_layers == LAYERS and checkpoint.base_model == base
     assert head.config.own_lm_head == (variant != "the base's rows")
     assert head.num_heads == (3 if make is speculators else 5)
     drafted = None if variant == "every token" else (torch.arange(60) * 4 + 1).tolist()
@@ -178,7 +178,7 @@ def test_the_type_of_the_file_is_kept_and_what_was_decided_is_said(base, tmp_pat
     assert "an EAGLE-3 head over layers 1 3 4 that drafts 5 deep and scores 60 tokens with rows of" in error
     assert "SGLang for one more" in error and "--fused-layers 2 4 5" in error
     assert main([*words, "--output", str(tmp_path / "further"), "--fused-layers", "2", "4", "5"]) == 0
-    assert load_heads(tmp_path / "further").heads.aux_layers == LAYERS
+    assert load_heads(tmp_path / "further").heads.fused_layers == LAYERS
 
 
 def test_a_depth_that_nothing_says_is_taken_for_5_aloud_and_can_be_given(base, tmp_path, capsys):
@@ -372,7 +372,7 @@ def test_an_export_holds_what_the_reference_loads_and_comes_back_to_the_bit(to, 
 
     assert main(["import", str(output), "--base", base, "--output", str(tmp_path / "back")]) == 0
     back = load_heads(tmp_path / "back").heads
-    assert back.config.own_lm_head == head.config.own_lm_head and back.aux_layers == head.aux_layers
+    assert back.config.own_lm_head == head.config.own_lm_head and back.fused_layers == head.fused_layers
     assert back.num_heads == 3
     for name, tensor in head.state_dict().items():
         if name not in ("token_map", "lm_head.weight"):

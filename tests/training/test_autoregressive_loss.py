@@ -203,7 +203,7 @@ def test_stored_features_and_a_token_map_train_as_the_base_itself_does(tmp_path)
 def test_a_process_without_a_batch_gives_every_parameter_a_gradient_of_zero():
     base, problem = tiny_base(), Problem()
     head = Eagle3Head(Eagle3Config.of_base(base, fused_layers=LAYERS[:1], max_depth=DEPTH))
-    rows, padded = HiddenStateSource.of(base).of_batch(Documents.of([]), "training", [], head.aux_layers)
+    rows, padded = HiddenStateSource.of(base).of_batch(Documents.of([]), "training", [], head.fused_layers)
     module = AutoregressiveLoss(head, LossOptions("ce"), base.get_input_embeddings())
     loss, sums = module(rows, padded.aligned(DEPTH), base.get_output_embeddings(), problem.num_scored)
     loss.backward()

@@ -106,7 +106,7 @@ def plain_loss(trainer: Trainer, batch: list[list[int]], num_targets: Tensor) ->
         for layer in base.modules():
             if isinstance(layer, peft.tuners.lora.Linear):
                 layer._disable_adapters = False
-    layers = trainer.heads.aux_layers
+    layers = trainer.heads.fused_layers
     hidden = hidden_states(base, padded.input_ids, position_ids=padded.positions, layers=layers)
     read, hidden = trainer.heads.fuse(hidden), hidden[..., :32]
     options, total = trainer.configuration.joint, torch.zeros(())

@@ -44,7 +44,7 @@ class Problem:
         self.tokens = torch.randint(0, VOCAB, (30,))
         self.is_label = torch.rand(30) > 0.4
         self.positions = torch.cat([torch.arange(13), torch.arange(17)])
-        self.hidden = torch.randn(30, HIDDEN * (1 + len(self.heads.aux_layers)))
+        self.hidden = torch.randn(30, HIDDEN * (1 + len(self.heads.fused_layers)))
         self.num_scored = torch.tensor([9, 8, 7])
 
     @property

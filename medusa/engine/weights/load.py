@@ -34,7 +34,7 @@ from medusa.base.loading import (
     load_by_transformers,
     load_widened,
 )
-from medusa.base.quantised_directory import settings_of
+from medusa.base.quantised_directory import quantisation_settings
 from medusa.console import log_console
 from medusa.engine.card.support import triton_unsupported_reason
 from medusa.engine.views import with_kernels
@@ -171,7 +171,7 @@ def _held(source: BaseSource, engine: Engine) -> CausalLM | None:
     """The base in float32 arithmetic on a CPU, as ``engine`` holds its weights; None where they are to be in
     float32, for which there is memory."""
     is_quantised = is_held_quantised(source)
-    if settings_of(source.config) and not is_quantised:
+    if quantisation_settings(source.config) and not is_quantised:
         return None  # another method's package holds it
     weights = weights_of(source)
     engine = weights.chosen(engine)

@@ -311,7 +311,7 @@ class _JointLoss(nn.Module):
 
     def _states(self, padded: PaddedBatch) -> Tensor:
         """(P, (1 + L) * D), of the base as it is now."""
-        layers = self.heads_loss.heads.aux_layers
+        layers = self.heads_loss.heads.fused_layers
         states = hidden_states_apart(self._adapted.base, padded.input_ids, padded.positions, layers)
         return states.flatten(0, 1)
 

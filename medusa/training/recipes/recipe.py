@@ -132,7 +132,7 @@ class Recipe:
     def read(self, documents: Documents, name: str, batch: MicroBatch) -> tuple[Any, Alignment]:
         """The loss's input for a micro-batch of ``documents``, whose states are stored under ``name`` if at
         all, and its alignment, which counts the B * T positions row by row."""
-        rows, padded = self.states.of_batch(documents, name, batch, self.heads.aux_layers)
+        rows, padded = self.states.of_batch(documents, name, batch, self.heads.fused_layers)
         return rows, self.aligned(padded)
 
     def aligned(self, padded: PaddedBatch) -> Alignment:
@@ -263,13 +263,13 @@ def new_heads(
         ValueError: the heads to start from have other options.
     """
     heads = built_heads(configuration, states.base, training)
-    if heads.aux_layers and not heads.fusion.weight.any():
+    if heads.fused_layers and not heads.fusion.weight.any():
         documents = trained_on(training, configuration.data)
         sampled_states = []
         for index in documents.spread(_SCALE_DOCUMENTS):
             is_label = torch.from_numpy(documents[index].is_label)
             needed = needed_states(is_label, torch.arange(len(is_label)), heads.num_heads)
-            document_states = states.of_document(documents, "training", index, heads.aux_layers)
+            document_states = states.of_document(documents, "training", index, heads.fused_layers)
             sampled_states.append(
                 document_states[needed.to(document_states.device)].to(heads.layer_scale.device)
             )

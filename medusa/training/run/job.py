@@ -227,7 +227,7 @@ def stored_states(
                 configuration.heads.num_heads,
                 options.cache_dtype,
                 layers,
-                configuration.heads_type.reads_text,
+                configuration.heads_type.reads_features,
                 "vLLM" if configuration.base.states_from else None,
             )
             stored[name] = states

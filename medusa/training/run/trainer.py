@@ -264,7 +264,7 @@ class Trainer:
 
     def held_out_states(self, at_most: int | None = None) -> Sequence[Tensor] | None:
         """The hidden states (T, (1 + L) * D) of the first ``at_most`` held-out documents, or of all, with L
-        the number of ``aux_layers``. The list is empty on all processes but the main one.
+        the number of ``fused_layers``. The list is empty on all processes but the main one.
 
         None if this process can run the base itself. All processes must call it.
         """
@@ -273,7 +273,7 @@ class Trainer:
         if states.live.base is self.base and "held-out" not in states.stored:
             return None
         indices = range(len(held_out))[:at_most] if self._is_main else ()
-        layers = self.heads.aux_layers
+        layers = self.heads.fused_layers
         hidden_states = [states.of_document(held_out, "held-out", index, layers).cpu() for index in indices]
         states.live.finish()
         return hidden_states

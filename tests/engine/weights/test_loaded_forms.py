@@ -115,7 +115,7 @@ def rows_of_page():
 @pytest.fixture(scope="module")
 def page(request):
     """Rows of the page by section and kind. With ``--write-pages`` those that were tried are written anew:
-    ``pytest -m slow tests/engine/test_loaded_forms.py --write-pages``."""
+    ``pytest -m slow tests/engine/weights/test_loaded_forms.py --write-pages``."""
     rows = {}
     yield rows
     if request.config.getoption("--write-pages") and rows:
