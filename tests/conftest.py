@@ -8,9 +8,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not os.path.exists("/dev/nvidiactl"):  # without a card, kernels in Triton run in its interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import functools
 import importlib.util
 import inspect
 import random
+import ssl
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -344,6 +346,15 @@ def drafts_are_checked():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(protocol, "is_builtin", lambda drafter: False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_are_read_once():
+    """Each client of a server reads all that it trusts, a twentieth of a second; no test asks beyond this
+    machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield
 
 

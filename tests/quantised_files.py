@@ -192,7 +192,8 @@ def write_model(
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
-    letters = [bytes_to_unicode()[byte] for byte in range(256)]
+    letter_of = bytes_to_unicode()
+    letters = [letter_of[byte] for byte in range(256)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     unused = [f"<unused{index}>" for index in range(vocab_size - VOCAB_SIZE)]

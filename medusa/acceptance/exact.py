@@ -226,10 +226,9 @@ def accept_in_lockstep(
     def choose_after(running: list[int], nodes: list[int], depth: int) -> list[int]:
         indices = [rows[row] for row in running]
         scores = batch.scores(indices, logits[running, nodes])
-        noise_here = None if noise is None else noise.until(depth + 1)[running, depth]
-        chosen = choose(scores, noise_here).tolist()
-        batch.add(indices, chosen)
-        return chosen
+        chosen = choose(scores, None) if noise is None else noise.chosen(scores, depth + 1, running)
+        batch.add(indices, chosen.tolist())
+        return chosen.tolist()
 
     return accept_by_walking(
         draft_tokens, topology, choose_after, lambda row: batch.has_ended(rows[row]), in_lockstep=True

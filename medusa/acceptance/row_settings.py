@@ -200,7 +200,3 @@ class RowSettings:
             numbers = self.numbers[:, place, None, None]
             scores = ROW_PROCESSORS[place].process(scores, numbers, paths, self.program.most_top_k)
         return scores
-
-    def noise_of_sampled(self, noise: Tensor) -> Tensor:
-        """``noise`` (B, L, V), 0 in greedy rows."""
-        return torch.where(self.is_sampled[:, None, None], noise, 0.0)

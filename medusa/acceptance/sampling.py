@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any, cast
@@ -113,54 +113,90 @@ def row_seeds(seed: Any, num_rows: int, device: torch.device) -> Tensor:
     return sent([row_seed & (2**63 - 1) for row_seed in seeds], device)
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int, tokens: Tensor | None = None) -> Tensor:
     """Standard Gumbel noise, a pure function of (seed, position, token id).
 
-    seeds (B,) long, positions (B, L) long -> (B, L, V) float32. Made of :func:`hashed_bits`; the upper tail,
-    which decides the argmax, keeps float32's relative precision down to 2**-32. Two logarithms are taken, and
-    libraries may round those otherwise in the last bit.
+    seeds (B,) long, positions (B, L) long -> (B, L, V) float32; or (B, L, C) of ``tokens`` (B, C) long alone.
+    Made of :func:`hashed_bits`; the upper tail, which decides the argmax, keeps float32's relative precision
+    down to 2**-32. Two logarithms are taken, and libraries may round those otherwise in the last bit.
     """
-    bits = hashed_bits(seeds, positions, vocab_size)
+    bits = hashed_bits(seeds, positions, vocab_size, tokens)
     minus_uniform = (bits.float() + 0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1)
     return minus_uniform.log1p_().neg_().log_().neg_()
 
 
 class UpcomingNoise:
-    """The noise (B, L, V) of the positions after the root, drawn on demand: on a CPU the noise of 49,152
-    tokens takes 0.1 ms a position with the kernels, and four times that without.
+    """The noise of the positions after the root, computed where it is asked for: logarithms of 152,000 tokens
+    take a millisecond a position on a CPU.
 
     Args:
-        draw: noise for positions first+1 .. last after the root, (B, last - first, V).
+        seeds, first: (B,) long, the seeds of the rows and the position after the root.
+        is_sampled: (B,) bool, which rows have noise, 0 in the others; None for all of them.
     """
 
-    def __init__(self, draw: Callable[[int, int], Tensor]):
-        self._draw = draw
+    def __init__(self, seeds: Tensor, first: Tensor, vocab_size: int, is_sampled: Tensor | None = None):
+        self._seeds = seeds
+        self._first = first
+        self._vocab_size = vocab_size
+        self._is_sampled = is_sampled
         self._drawn: Tensor | None = None
 
     def until(self, depth: int) -> Tensor:
-        """The noise for the tokens 1 .. ``depth`` positions after the root, (B, at least ``depth``, V)."""
+        """Of all tokens, 1 .. ``depth`` positions after the root: (B, at least ``depth``, V)."""
         if self._drawn is None:
-            self._drawn = self._draw(0, depth)
+            self._drawn = self._noise(0, depth)
         elif self._drawn.shape[1] < depth:
-            more = self._draw(self._drawn.shape[1], depth)
-            self._drawn = torch.cat([self._drawn, more], dim=1)
+            self._drawn = torch.cat([self._drawn, self._noise(self._drawn.shape[1], depth)], dim=1)
         return self._drawn
 
+    def of_tokens(self, depth: int, tokens: Tensor | None) -> Tensor:
+        """Of ``tokens`` (B, C) long, ``depth`` positions after the root: (B, C); of all of them (B, V) if
+        None."""
+        if tokens is None:
+            return self.until(depth)[:, depth - 1]
+        return self._noise(depth - 1, depth, tokens)[:, 0]
 
-def hashed_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Thirty-one bits for each (seed, position, token id): (B, L, V) int32, at least 0.
+    def chosen(self, scores: Tensor, depth: int, rows: Sequence[int] | None = None) -> Tensor:
+        """:func:`choose` from scores (R, V) of ``rows``, or of all, ``depth`` positions after the root: (R,)
+        long.
+
+        With the kernels the noise of few tokens is computed to its last bits: of those that can be chosen.
+        """
+        if scores.dtype != torch.float32 or not _runs_on_kernels(scores):
+            return choose(scores, self.until(depth)[slice(None) if rows is None else rows, depth - 1])
+        index = torch.arange(len(scores)) if rows is None else torch.tensor(rows)
+        positions = self._first[index] + (depth - 1)
+        chosen = torch.ops.medusa.noisy_argmax(scores, self._seeds[index], positions)
+        if self._is_sampled is not None:
+            chosen = torch.where(self._is_sampled[index], chosen, choose(scores, None))
+        for place in (chosen < 0).nonzero().flatten().tolist():
+            of_row = gumbel_noise(self._seeds[index[[place]]], positions[[place], None], self._vocab_size)
+            chosen[place] = choose(scores[place], of_row[0, 0])
+        return cast(Tensor, chosen)
+
+    def _noise(self, first: int, last: int, tokens: Tensor | None = None) -> Tensor:
+        positions = self._first[:, None] + torch.arange(first, last, device=self._first.device)
+        noise = gumbel_noise(self._seeds, positions, self._vocab_size, tokens)
+        return noise if self._is_sampled is None else torch.where(self._is_sampled[:, None, None], noise, 0.0)
+
+
+def hashed_bits(seeds: Tensor, positions: Tensor, vocab_size: int, tokens: Tensor | None = None) -> Tensor:
+    """Thirty-one bits for each (seed, position, token id): (B, L, V) int32, at least 0; or (B, L, C) of
+    ``tokens`` (B, C) long alone.
 
     Only shifts, exclusive ors and products of 32-bit integers: the same on every device. The kernels, if
     loaded, take a tenth of the time.
     """
+    ids = None if tokens is None else tokens.int()
     if _runs_on_kernels(seeds):
-        return cast(Tensor, torch.ops.medusa.hashed_bits(seeds, positions, vocab_size))
+        return cast(Tensor, torch.ops.medusa.hashed_bits(seeds, positions, vocab_size, ids))
     low, high = _halves(seeds)
     at, _ = _halves(positions)
     first = _mix(at ^ _mix(low ^ _mix(high + _GOLDEN))[:, None])  # (B, L)
     second = _mix(first + _GOLDEN)
-    tokens = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device)
-    mixed = _mix(_mix(tokens + first[..., None]).bitwise_xor_(second[..., None]))
+    if ids is None:
+        ids = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device)[None]
+    mixed = _mix(_mix(ids[:, None] + first[..., None]).bitwise_xor_(second[..., None]))
     return mixed.bitwise_and_(0x7FFFFFFF)  # (B, L, V)
 
 

@@ -61,8 +61,7 @@ def accept(
     if may_wait and _walking_is_faster(state, draft, logits):
         return _accept_by_walking(state, draft, logits, noise)
     scores = node_scores(state, draft, logits)
-    node_noise = None if noise is None else noise_of_nodes(noise, draft.topology, len(scores))
-    chosen = choose(scores, node_noise)
+    chosen = _chosen(scores, noise, draft.topology)
     if state.request.acceptance == "typical":
         acceptance = accept_typical(draft.tokens, chosen, scores, draft.topology)
     else:
@@ -94,7 +93,7 @@ def _accept_by_walking(
 
     def choose_after(rows: list[int], nodes: list[int], depth: int) -> list[int]:
         scores = node_scores(state, draft, logits[rows, nodes][:, None], rows, nodes)[:, 0]  # (R, V)
-        chosen = choose(scores, None if noise is None else noise.until(depth + 1)[rows, depth])
+        chosen = choose(scores, None) if noise is None else noise.chosen(scores, depth + 1, rows)
         if state.refuses_nan:
             for row, is_nan in zip(rows, scores.gather(1, chosen[:, None]).isnan().tolist(), strict=True):
                 chose_nan[row] |= is_nan[0]
@@ -119,13 +118,15 @@ def _accept_sampled(state: DecodeState, draft: Draft, logits: Tensor) -> Accepta
     return replace(acceptance, rule_state=verdict.state)
 
 
-def noise_of_nodes(noise: UpcomingNoise, topology: TreeTopology, num_rows: int) -> Tensor:
-    """The noise (B, N, V) with which the token after each node is chosen."""
-    if topology.num_nodes == 1:  # nothing is copied
-        return noise.until(1)[:, :1]
-    depths = topology.depths.expand(num_rows, -1)  # (B, N)
+def _chosen(scores: Tensor, noise: UpcomingNoise | None, topology: TreeTopology) -> Tensor:
+    """The token after each node, (B, N) long, given the scores (B, N, V)."""
+    if noise is None:
+        return choose(scores, None)
+    if topology.num_nodes == 1:
+        return noise.chosen(scores[:, 0], 1)[:, None]
+    depths = topology.depths.expand(len(scores), -1)  # (B, N)
     by_depth = noise.until(topology.max_depth + 1)  # (B, L, V)
-    return by_depth.gather(1, depths[..., None].expand(-1, -1, by_depth.shape[2]))
+    return choose(scores, by_depth.gather(1, depths[..., None].expand(-1, -1, by_depth.shape[2])))
 
 
 def node_scores(

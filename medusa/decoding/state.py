@@ -21,7 +21,7 @@ from medusa.acceptance.exact import Acceptance, LockstepBatch
 from medusa.acceptance.protocol import DraftKind, VerificationRule
 from medusa.acceptance.row_settings import RowSettings
 from medusa.acceptance.rules import rule_named
-from medusa.acceptance.sampling import UpcomingNoise, gumbel_noise
+from medusa.acceptance.sampling import UpcomingNoise
 from medusa.base.cache import TreeCache
 from medusa.drafters.references import References
 from medusa.hardware import sent
@@ -236,21 +236,12 @@ class DecodeState:
         seeds = self.seeds
         if seeds is None:
             return None
-        lengths = self.lengths
-        settings = self.settings
-        sampled = self.sampled_rows
-
-        def draw(first: int, last: int) -> Tensor:
-            positions = lengths[:, None] + torch.arange(first, last, device=lengths.device)
-            if settings is not None:
-                return settings.noise_of_sampled(gumbel_noise(seeds, positions, vocab_size))
-            if len(sampled) == len(self.rows):
-                return gumbel_noise(seeds, positions, vocab_size)
-            rows = torch.tensor(sampled, device=positions.device)
-            noise = gumbel_noise(seeds[rows], positions[rows], vocab_size)
-            return noise.new_zeros(len(positions), *noise.shape[1:]).index_copy(0, rows, noise)
-
-        return UpcomingNoise(draw)
+        is_sampled = None
+        if self.settings is not None:
+            is_sampled = self.settings.is_sampled
+        elif len(self.sampled_rows) < len(self.rows):
+            is_sampled = sent([row.request.seeds is not None for row in self.rows], seeds.device)
+        return UpcomingNoise(seeds, self.lengths, vocab_size, is_sampled)
 
     def rows_by_processors(self, rows: list[int]) -> list[tuple[LogitsProcessorList, list[int]]]:
         """Logits processors, and the indices of the rows that share them; rows without any form one group."""

@@ -196,10 +196,14 @@ class DynamicDrafter(LevelDrafter):
         parents = None
         largest_values = None  # the best values so far, which tell when the tree is full
         for depth in range(1, self.tree.depth + 1):
+            noise: tuple[Tensor | None, Tensor | None] = None, None
+            if context.noise is not None:
+                of_columns = self.noise_of_columns(context.noise, depth, len(context.root))
+                noise = of_columns, context.noise.of_tokens(depth, expected.tokens)
             grown, goes_on = kernels.grow(
                 self.logits_after_beam(context, beam.paths, parents).float(),
                 sharpness,
-                None if context.noise is None else context.noise.until(depth),
+                *noise,
                 self.token_map,
                 self._columns,
                 expected.tokens,
@@ -335,9 +339,8 @@ class DynamicDrafter(LevelDrafter):
         share = torch.log1p(-weights.sum(2, keepdim=True))  # (B, M, 1): log of what is left to the heads
         of_match = torch.logaddexp(of_heads + share, weights.log())  # (B, M, W)
         if context.noise is not None:
-            noise = context.noise.until(depth)[:, None, depth - 1]  # (B, 1, V)
-            log_q = log_q + self.in_columns(noise)
-            of_match = of_match + noise.expand(-1, match_nodes.shape[1], -1).gather(2, tokens)
+            log_q = log_q + self.noise_of_columns(context.noise, depth, len(row))[:, None]
+            of_match = of_match + context.noise.of_tokens(depth, expected.tokens)[row[..., None], nodes]
             total = torch.logaddexp(log_q.logsumexp(-1, True) + share, of_match.logsumexp(-1, True))
             share = share - total
             of_match = of_match - total

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from medusa.acceptance.protocol import DraftKind, draft_noise, draw_tree, kind_drawn
-from medusa.acceptance.sampling import warp_logits
+from medusa.acceptance.sampling import UpcomingNoise, warp_logits
 from medusa.drafters.protocol import Draft, DraftContext, StatelessDrafter
 from medusa.hardware import sent
 from medusa.trees.candidate_tree import CandidateTree, TreeTopology
@@ -95,12 +95,13 @@ class LevelDrafter(StatelessDrafter):
         """
         if context.noise is None:
             return logits
-        noise = self.in_columns(context.noise.until(depth)[:, None, depth - 1])
-        return logits.float() * context.sharpness(self.beta) + noise
+        noise = self.noise_of_columns(context.noise, depth, len(context.root))
+        return logits.float() * context.sharpness(self.beta) + noise[:, None]
 
-    def in_columns(self, values: Tensor) -> Tensor:
-        """Values of all tokens (..., V) as the columns of the drafter's logits have them, (..., V')."""
-        return values if self.token_map is None else values[..., self.token_map]
+    def noise_of_columns(self, noise: UpcomingNoise, depth: int, num_rows: int) -> Tensor:
+        """Of the tokens that the columns of the drafter's logits stand for, at ``depth``: (B, V')."""
+        tokens = None if self.token_map is None else self.token_map.expand(num_rows, -1)
+        return noise.of_tokens(depth, tokens)
 
     def _sampled(self, context: DraftContext) -> Draft:
         def proposal_after(tokens: Tensor, nodes: slice) -> Tensor:

@@ -16,6 +16,7 @@ from medusa.acceptance.sampling import (
     PATH_FREE_PROCESSORS,
     WARPERS,
     NodePaths,
+    UpcomingNoise,
     choose,
     gumbel_noise,
     hashed_bits,
@@ -143,6 +144,63 @@ def mixed(x: int) -> int:
     x = (x ^ (x >> 16)) * 0x7FEB352D % 2**32
     x = (x ^ (x >> 15)) * 0x846CA68B % 2**32
     return x ^ (x >> 16)
+
+
+def with_noise(scores: Tensor, is_sampled: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """What is chosen in each row of scores (R, V), by all of the noise, and by as much as is needed."""
+    noise = [
+        UpcomingNoise(torch.arange(7, 7 + len(scores)), torch.arange(3, 3 + len(scores)), V, is_sampled)
+        for V in [scores.shape[1]] * 2
+    ]
+    rows = list(range(len(scores)))
+    return choose(scores, noise[0].until(2)[:, 1]), noise[1].chosen(scores, 2, rows)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 13, 4_096, 50_257])
+@pytest.mark.parametrize("scale", [0.0, 0.3, 4.0, 1e6])
+def test_what_is_chosen_needs_the_noise_of_few_tokens(scale, vocab_size):
+    scores = torch.randn(40, vocab_size, generator=torch.Generator().manual_seed(2)) * scale
+    for cut in (None, 5, 1):
+        if cut is not None:
+            scores = hf.TopKLogitsWarper(cut)(None, scores)
+        expected, chosen = with_noise(scores)
+        assert torch.equal(chosen, expected)
+    is_sampled = torch.arange(40) % 3 > 0
+    expected, chosen = with_noise(scores, is_sampled)
+    assert torch.equal(chosen, expected)
+    assert torch.equal(chosen[~is_sampled], scores[~is_sampled].argmax(1))
+
+
+def test_where_the_last_bits_decide_or_scores_are_no_numbers_all_of_the_noise_is_drawn():
+    scores = torch.zeros(6, 3_000)
+    noise = UpcomingNoise(torch.arange(7, 13), torch.arange(3, 9), 3_000).until(2)[:, 1]
+    scores[0] -= noise[0]  # all sums are the same but for rounding
+    best, runner_up = noise[1].topk(2).indices
+    scores[1, runner_up] = noise[1, best] - noise[1, runner_up]
+    scores[2], scores[3, 70], scores[4, 2_900] = -torch.inf, torch.nan, torch.inf
+    scores[5, [3, 2_999]] = 1e30
+    expected, chosen = with_noise(scores)
+    assert torch.equal(chosen, expected)
+
+
+def test_the_noise_is_right_to_far_less_than_what_decides():
+    seeds, positions = torch.arange(20), torch.arange(20)[:, None]
+    bits = hashed_bits(seeds, positions, 50_000)
+    uniform = ((bits.float() + 0.5) * -(2.0**-31)).clamp(min=2.0**-24 - 1).double()
+    exact = -(-uniform.log1p()).log()
+    assert (gumbel_noise(seeds, positions, 50_000) - exact).abs().max() < 1e-5
+
+
+def test_the_noise_of_some_tokens_is_that_of_all():
+    seeds, first = torch.tensor([5, 9]), torch.tensor([30, 40])
+    tokens = torch.tensor([[3, 200, 3], [0, 299, 7]])
+    noise = UpcomingNoise(seeds, first, 300, torch.tensor([True, False]))
+    some = noise.of_tokens(4, tokens)
+    assert torch.equal(some, noise.of_tokens(4, None).gather(1, tokens)) and not some[1].any()
+    everything = gumbel_noise(seeds, first[:, None] + 3, 300)
+    assert torch.equal(
+        gumbel_noise(seeds, first[:, None] + 3, 300, tokens)[:, 0], everything[:, 0].gather(1, tokens)
+    )
 
 
 def test_the_bits_of_the_noise_are_those_of_whole_numbers_without_end():

@@ -180,8 +180,7 @@ def test_a_dynamic_tree_holds_the_paths_that_are_likeliest(make, suffix_length, 
     rows = [[5, 6, 7, 8, 9], [5, 11, 6, 7, 8, 11], [3, 4, 5, 6, unknown, 8, 9, 3, 4, 5]]
     tokens = torch.tensor([[*row, *[5] * (12 - len(row))] for row in rows])
     lengths, root = torch.tensor([len(row) for row in rows]), torch.tensor([row[-1] for row in rows])
-    drawn = torch.randn(3, 6, VOCAB_SIZE)
-    noise = UpcomingNoise(lambda first, last: drawn[:, first:last]) if sampled else None
+    noise = UpcomingNoise(torch.arange(3), lengths, VOCAB_SIZE) if sampled else None
     likely = base.get_output_embeddings().weight[[6, known[0]]]  # the match's token, and the first column's
     hidden = torch.randn(3, 32) + 3 * (likely / likely.norm(dim=1, keepdim=True).square()).sum(0)
     context = DraftContext(root, hidden, tokens, lengths, TreeCache(3, 1, "cpu"), noise, 0.7)

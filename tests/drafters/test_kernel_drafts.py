@@ -56,8 +56,8 @@ def context(lengths, is_sampled, drafter, num_different):
     )
     if not is_sampled:
         return given
-    noise = -torch.rand(rows, drafter.max_depth + 1, VOCAB_SIZE, generator=generator).log().neg().log()
-    drawn = UpcomingNoise(lambda first, last: noise[:, first:last])
+    seeds = torch.randint(2**62, (rows,), generator=generator)
+    drawn = UpcomingNoise(seeds, given.lengths, VOCAB_SIZE)
     return replace(given, noise=drawn, temperature=torch.linspace(0, 1.5, rows)[:, None, None])
 
 

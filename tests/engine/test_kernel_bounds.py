@@ -52,8 +52,9 @@ GIVEN = {
         },
     },
     "grow": {  # a beam of two nodes, and 5 columns of a vocabulary of 9
-        **{"logits": reals(1, 2, 5), "sharpness": reals(1), "noise": reals(1, 3, 9), "token_map": ids(5)},
-        **{"columns": ids(9), "expected_tokens": ids(1, 6), "children": ids(1, 6, 3), "shares": reals(1, 6)},
+        **{"logits": reals(1, 2, 5), "sharpness": reals(1), "noise": reals(1, 5)},
+        **{"expected_noise": reals(1, 6), "token_map": ids(5), "columns": ids(9)},
+        **{"expected_tokens": ids(1, 6), "children": ids(1, 6, 3), "shares": reals(1, 6)},
         **{
             "paths": ids(1, 2, 2),
             "match_nodes": ids(1, 2),
@@ -85,7 +86,8 @@ GIVEN = {
         **{"lengths": TWO_LENGTHS, "depths": ids(1, 3), "ancestors": flags(1, 3, 3)},
         **{"first": 0, "end": 3, "by_range": False, "window": None},
     },
-    "hashed_bits": {"seeds": ids(2), "positions": ids(2, 3), "vocab_size": 5},
+    "hashed_bits": {"seeds": ids(2), "positions": ids(2, 3), "vocab_size": 5, "tokens": ints(2, 4)},
+    "noisy_argmax": {"scores": reals(2, 5), "seeds": ids(2), "positions": ids(2)},
     "remember": {"ring": ints(3, 64), "latest": ints(2, 32), "total": 0, "text": ids(9)},
     "packed_product": {"x": reals(2, 40), "panels": None, "scales": None, "bias": reals(24), "width": 24},
     "expert_products": {  # two rows, each with two of three experts of 32 outputs
@@ -112,8 +114,9 @@ BEYOND = {
         ("children", ids(1, 6, 3, value=6)),
         ("shares", reals(1, 5)),
         ("match_nodes", ids(1, 2, value=6)),
-        ("noise", reals(1, 3, 8)),
-        ("noise", reals(1, 1, 9)),
+        ("noise", reals(1, 4)),
+        ("noise", None),
+        ("expected_noise", reals(1, 5)),
         ("token_map", ids(5, value=9)),
         ("sharpness", reals(0)),
         ("path_logprob", reals(1, 1)),
@@ -137,7 +140,13 @@ BEYOND = {
         ("sinks", reals(3)),
     ],
     "seen_slots": [("end", 4), ("ancestors", flags(1, 2, 2)), ("depths", ids(3, 3))],
-    "hashed_bits": [("seeds", ids(1))],
+    "hashed_bits": [("seeds", ids(1)), ("tokens", ids(2, 4)), ("tokens", ints(1, 4))],
+    "noisy_argmax": [
+        ("scores", reals(2, 0)),
+        ("scores", reals(3, 5)),
+        ("seeds", ids(1)),
+        ("positions", ids(3)),
+    ],
     "remember": [("text", ids(9, value=2**31)), ("latest", ints(1, 32)), ("total", -1)],
     "packed_product": [("bias", reals(23)), ("scales", reals(23))],
     "expert_products": [

@@ -73,10 +73,11 @@ struct Continuations {
 struct NodeInputs {
   const float* logits;
   float sharpness;
-  const float* noise;       // (V,), or null
-  const int64_t* children;  // (W,): nodes of the continuations, 0 for none
-  const int64_t* expected;  // (T,): their tokens
-  const float* shares;      // (T,)
+  const float* noise;           // (V',), or null
+  const int64_t* children;      // (W,): nodes of the continuations, 0 for none
+  const int64_t* expected;      // (T,): their tokens
+  const float* shares;          // (T,)
+  const float* expected_noise;  // (T,), or null
 };
 
 // How the tokens after any node of a level are found.
@@ -115,11 +116,11 @@ struct Mixture {
         scores[column] = MINUS_INFINITY;
       }
       expected[w] = log_add_exp(expected[w], std::log(node.shares[child]));
-      expected[w] += node.noise ? node.noise[token] : 0.f;
+      expected[w] += node.expected_noise ? node.expected_noise[child] : 0.f;
       total = log_add_exp(total, expected[w]);
     }
     if (node.noise) {
-      for (int64_t i = 0; i < num_columns; i++) scores[i] += node.noise[token_of(i)];
+      for (int64_t i = 0; i < num_columns; i++) scores[i] += node.noise[i];
       total = log_add_exp(log_sum_exp(scores, num_columns) + heads_share, total);
       heads_share -= total;
       for (int64_t w = 0; w < W; w++) expected[w] -= total;
@@ -150,8 +151,8 @@ struct Candidates {
 };
 
 struct Level {
-  Tensor logits;                           // (B, M, V')
-  std::optional<Tensor> sharpness, noise;  // (B,), (B, depths, V), in sampled rows
+  Tensor logits;  // (B, M, V')
+  std::optional<Tensor> sharpness, noise, expected_noise;  // (B,), (B, V'), (B, T), in sampled rows
   std::optional<Tensor> token_map, columns;
   Continuations continuations;
   Beam beam;
@@ -188,11 +189,14 @@ struct Level {
     bool fits = has_shape_if_given(columns, ScalarType::Long, {V});
     fits = fits && (!token_map || (columns && has_shape(*token_map, ScalarType::Long, {num_columns})));
     STD_TORCH_CHECK(fits, "a token map must be (C,) long, and the columns of all tokens (V,) long");
-    if (!noise) return;
-    fits = noise->scalar_type() == ScalarType::Float && noise->dim() == 3 && noise->stride(2) == 1;
-    fits = fits && noise->size(0) == B && noise->size(1) >= depth && noise->size(2) >= V;
-    fits = fits && (!token_map || are_indices(*token_map, {num_columns}, 0, V));
-    STD_TORCH_CHECK(fits, "noise must be (B, depths, V) float32");
+    STD_TORCH_CHECK(!token_map || are_indices(*token_map, {num_columns}, 0, V),
+                    "a token map must be of tokens that there are");
+    if (noise) noise = as_contiguous(*noise);
+    if (expected_noise) expected_noise = as_contiguous(*expected_noise);
+    fits = has_shape_if_given(noise, ScalarType::Float, {B, num_columns});
+    fits = fits && has_shape_if_given(expected_noise, ScalarType::Float, {B, T});
+    STD_TORCH_CHECK(fits && bool(noise) == bool(expected_noise),
+                    "noise must be (B, C) float32, and that of what is expected (B, T)");
   }
 
   // The continuations (W,) after a node of the beam, 0 for none; `nothing` where it is not among them.
@@ -214,11 +218,11 @@ struct Level {
         NodeInputs inputs{
             .logits = numbers<float>(logits) + node * num_columns,
             .sharpness = sharpness ? numbers<float>(sharpness)[row] : 1.f,
-            .noise = noise ? numbers<float>(noise) + row * noise->stride(0) + (depth - 1) * noise->stride(1)
-                           : nullptr,
+            .noise = noise ? numbers<float>(noise) + row * num_columns : nullptr,
             .children = children_of(node, nothing),
             .expected = numbers<int64_t>(continuations.tokens) + row * T,
-            .shares = numbers<float>(continuations.shares) + row * T};
+            .shares = numbers<float>(continuations.shares) + row * T,
+            .expected_noise = expected_noise ? numbers<float>(expected_noise) + row * T : nullptr};
         float* values = numbers<float>(found.values) + node * F;
         int64_t* parents = numbers<int64_t>(found.parents) + node * F;
         mixture.candidates_after(inputs, numbers<int64_t>(found.tokens) + node * F, values);
@@ -270,14 +274,15 @@ struct Level {
 // are, in the mean of the rows, as probable as `min_accept_prob`.
 std::tuple<std::vector<Tensor>, bool> grow(
     Tensor logits, std::optional<Tensor> sharpness, std::optional<Tensor> noise,
-    std::optional<Tensor> token_map, std::optional<Tensor> columns, const Tensor& expected_tokens,
-    const Tensor& children, const Tensor& shares, const Tensor& paths, std::optional<Tensor> match_nodes,
+    std::optional<Tensor> expected_noise, std::optional<Tensor> token_map, std::optional<Tensor> columns,
+    const Tensor& expected_tokens, const Tensor& children, const Tensor& shares, const Tensor& paths, std::optional<Tensor> match_nodes,
     std::optional<Tensor> path_logprob, std::optional<Tensor> candidate_numbers,
     std::optional<Tensor> largest_values, int64_t num_wanted, int64_t num_candidates, int64_t fanout,
     int64_t beam_width, bool has_match, double min_accept_prob) {
   Level level{.logits = logits,
               .sharpness = sharpness,
               .noise = noise,
+              .expected_noise = expected_noise,
               .token_map = token_map,
               .columns = columns,
               .continuations = {expected_tokens, children, shares},

@@ -94,7 +94,8 @@ STABLE_TORCH_LIBRARY(medusa, m) {
       " Tensor odds, Tensor usual, Tensor(a!) trust, Tensor? source_guesses, int depth, int vocab_size)"
       " -> Tensor[]");
   m.def(
-      "grow(Tensor logits, Tensor? sharpness, Tensor? noise, Tensor? token_map, Tensor? columns,"
+      "grow(Tensor logits, Tensor? sharpness, Tensor? noise, Tensor? expected_noise, Tensor? token_map,"
+      " Tensor? columns,"
       " Tensor expected_tokens, Tensor children, Tensor shares,"
       " Tensor paths, Tensor? match_nodes, Tensor? path_logprob, Tensor? candidate_numbers,"
       " Tensor? largest_values, int num_wanted, int num_candidates, int fanout, int beam_width,"
@@ -104,7 +105,8 @@ STABLE_TORCH_LIBRARY(medusa, m) {
       " Tensor match_nodes, Tensor path_logprob, Tensor candidate_numbers, int num_nodes, int max_depth)"
       " -> Tensor[]");
   m.def("argmax(Tensor scores) -> Tensor");
-  m.def("hashed_bits(Tensor seeds, Tensor positions, int vocab_size) -> Tensor");
+  m.def("hashed_bits(Tensor seeds, Tensor positions, int vocab_size, Tensor? tokens=None) -> Tensor");
+  m.def("noisy_argmax(Tensor scores, Tensor seeds, Tensor positions) -> Tensor");
   // the processor
   m.def("lanes() -> int");
   m.def("tiles(bool? wanted) -> bool");
@@ -138,6 +140,7 @@ STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
   m.impl("tree_of", TORCH_BOX(&medusa::tree_of));
   m.impl("argmax", TORCH_BOX(&medusa::argmax));
   m.impl("hashed_bits", TORCH_BOX(&medusa::hashed_bits));
+  m.impl("noisy_argmax", TORCH_BOX(&medusa::noisy_argmax));
 }
 
 // Those that are given no tensor.

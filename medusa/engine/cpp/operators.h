@@ -61,6 +61,7 @@ Tensor turned_queries(const Tensor& rows, const Tensor& cosines, const Tensor& s
 // dynamic_trees.cpp
 std::tuple<std::vector<Tensor>, bool> grow(
     Tensor logits, std::optional<Tensor> sharpness, std::optional<Tensor> noise,
+    std::optional<Tensor> expected_noise,
     std::optional<Tensor> token_map, std::optional<Tensor> columns, const Tensor& expected_tokens,
     const Tensor& children, const Tensor& shares, const Tensor& paths, std::optional<Tensor> match_nodes,
     std::optional<Tensor> path_logprob, std::optional<Tensor> candidate_numbers,
@@ -78,6 +79,7 @@ std::vector<Tensor> continuations(Tensor tokens, const Tensor& lengths, std::vec
                                   int64_t depth, int64_t vocab_size);
 // sampling.cpp
 Tensor argmax(const Tensor& scores);
-Tensor hashed_bits(Tensor seeds, Tensor positions, int64_t vocab_size);
+Tensor hashed_bits(Tensor seeds, Tensor positions, int64_t vocab_size, std::optional<Tensor> tokens);
+Tensor noisy_argmax(Tensor scores, Tensor seeds, Tensor positions);
 
 }  // namespace medusa
