@@ -18,10 +18,10 @@ from medusa.acceptance.sampling import (
     NodePaths,
     UpcomingNoise,
     choose,
+    edge_of_kept,
     gumbel_noise,
     hashed_bits,
     process_node_logits,
-    quick_top_p,
     row_seeds,
     warp_logits,
 )
@@ -228,25 +228,34 @@ def test_noise_on_a_gpu_is_the_noise_on_the_cpu():
     assert torch.equal(gumbel_noise(*there).argmax(-1).cpu(), gumbel_noise(*here).argmax(-1))
 
 
-@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
-@pytest.mark.parametrize("kind", ["peaked", "flat", "equal scores", "left out before", "no numbers"])
-def test_top_p_without_sorting_keeps_what_transformers_keeps(kind, top_p):
+@pytest.mark.parametrize(
+    "warper",
+    [hf.TopPLogitsWarper(share, min_tokens_to_keep=2) for share in (0.3, 0.9, 0.999)]
+    + [hf.TopKLogitsWarper(count) for count in (1, 50, 30_000)],
+    ids=lambda warper: f"{getattr(warper, 'top_p', '')}{getattr(warper, 'top_k', '')}",
+)
+@pytest.mark.parametrize(
+    "kind", ["peaked", "flat", "equal scores", "left out before", "few left", "no numbers"]
+)
+def test_what_is_cut_without_sorting_is_what_transformers_cuts(kind, warper):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(40, 20_000, generator=generator) * (0.5 if kind == "flat" else 4)
     if kind == "equal scores":
         logits = logits.round()
     elif kind == "left out before":
         logits[:, ::3] = -torch.inf
+    elif kind == "few left":
+        logits = hf.TopKLogitsWarper(20)(None, logits)
     elif kind == "no numbers":
-        logits[0, 5] = torch.nan
-    warper = hf.TopPLogitsWarper(top_p, min_tokens_to_keep=2)
+        logits[0, [5, 7_000]] = torch.nan
     expected, num_quick = warper(None, logits.clone()), 0
     for row, theirs in zip(logits.split(1), expected.split(1), strict=True):
-        if (ours := quick_top_p(row, warper)) is not None:
+        if (edge := edge_of_kept(row, warper)) is not None:
             num_quick += 1
-            assert torch.equal(ours, theirs)
-    assert num_quick == 40 or kind not in ("peaked", "flat", "left out before")
-    assert quick_top_p(logits, hf.TopKLogitsWarper(5)) is None
+            ours = row.masked_fill(row < edge, -torch.inf)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    assert num_quick == 40 or kind in ("equal scores", "few left", "no numbers")
+    assert edge_of_kept(logits, hf.MinPLogitsWarper(0.1)) is None
 
 
 def test_choosing_is_argmax_of_scores_plus_noise():

@@ -87,6 +87,8 @@ GIVEN = {
         **{"first": 0, "end": 3, "by_range": False, "window": None},
     },
     "hashed_bits": {"seeds": ids(2), "positions": ids(2, 3), "vocab_size": 5, "tokens": ints(2, 4)},
+    "largest": {"scores": reals(2, 5), "count": 5},
+    "cut_below": {"scores": reals(2, 5), "edges": reals(2, 1), "filler": 0.0},
     "noisy_argmax": {"scores": reals(2, 5), "seeds": ids(2), "positions": ids(2)},
     "remember": {"ring": ints(3, 64), "latest": ints(2, 32), "total": 0, "text": ids(9)},
     "packed_product": {"x": reals(2, 40), "panels": None, "scales": None, "bias": reals(24), "width": 24},
@@ -141,6 +143,8 @@ BEYOND = {
     ],
     "seen_slots": [("end", 4), ("ancestors", flags(1, 2, 2)), ("depths", ids(3, 3))],
     "hashed_bits": [("seeds", ids(1)), ("tokens", ids(2, 4)), ("tokens", ints(1, 4))],
+    "largest": [("count", 6), ("count", 0), ("scores", reals(5))],
+    "cut_below": [("edges", reals(1, 1)), ("edges", reals(2)), ("scores", reals(5, 2).T)],
     "noisy_argmax": [
         ("scores", reals(2, 0)),
         ("scores", reals(3, 5)),

@@ -105,6 +105,8 @@ STABLE_TORCH_LIBRARY(medusa, m) {
       " Tensor match_nodes, Tensor path_logprob, Tensor candidate_numbers, int num_nodes, int max_depth)"
       " -> Tensor[]");
   m.def("argmax(Tensor scores) -> Tensor");
+  m.def("largest(Tensor scores, int count) -> Tensor");
+  m.def("cut_below(Tensor(a!) scores, Tensor edges, float filler) -> ()");
   m.def("hashed_bits(Tensor seeds, Tensor positions, int vocab_size, Tensor? tokens=None) -> Tensor");
   m.def("noisy_argmax(Tensor scores, Tensor seeds, Tensor positions) -> Tensor");
   // the processor
@@ -139,6 +141,8 @@ STABLE_TORCH_LIBRARY_IMPL(medusa, CPU, m) {
   m.impl("grow", TORCH_BOX(&medusa::grow));
   m.impl("tree_of", TORCH_BOX(&medusa::tree_of));
   m.impl("argmax", TORCH_BOX(&medusa::argmax));
+  m.impl("largest", TORCH_BOX(&medusa::largest));
+  m.impl("cut_below", TORCH_BOX(&medusa::cut_below));
   m.impl("hashed_bits", TORCH_BOX(&medusa::hashed_bits));
   m.impl("noisy_argmax", TORCH_BOX(&medusa::noisy_argmax));
 }

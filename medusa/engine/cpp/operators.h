@@ -79,6 +79,8 @@ std::vector<Tensor> continuations(Tensor tokens, const Tensor& lengths, std::vec
                                   int64_t depth, int64_t vocab_size);
 // sampling.cpp
 Tensor argmax(const Tensor& scores);
+Tensor largest(const Tensor& scores, int64_t count);
+void cut_below(Tensor scores, const Tensor& edges, double filler);
 Tensor hashed_bits(Tensor seeds, Tensor positions, int64_t vocab_size, std::optional<Tensor> tokens);
 Tensor noisy_argmax(Tensor scores, Tensor seeds, Tensor positions);
 

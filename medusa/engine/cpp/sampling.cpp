@@ -35,6 +35,35 @@ int64_t first_largest(const float* scores, int64_t count) {
   return best;
 }
 
+// The `count` largest of `size` scores, the largest first.
+void copy_largest(const float* scores, int64_t size, int64_t count, float* largest) {
+  constexpr int64_t CHUNK = 16 * LANES;
+  auto is_less_likely_kept = [](float a, float b) {
+    return is_larger(a, b);
+  };
+  std::vector<float> kept(scores, scores + count);  // a heap: the least is in front
+  std::make_heap(kept.begin(), kept.end(), is_less_likely_kept);
+  for (int64_t begin = count; begin < size; begin += CHUNK) {
+    int64_t end = std::min(begin + CHUNK, size), i = begin;
+    Vec least = splat(kept.front());
+    Int is_better = {};
+    for (; i + LANES <= end; i += LANES) {
+      Vec score = load(scores + i);
+      is_better |= (score > least) | (score != score);
+    }
+    bool has_better = i < end;
+    for (int lane = 0; lane < LANES; lane++) has_better |= is_better[lane] != 0;
+    for (int64_t each = has_better ? begin : end; each < end; each++) {
+      if (!is_larger(scores[each], kept.front())) continue;
+      std::pop_heap(kept.begin(), kept.end(), is_less_likely_kept);
+      kept.back() = scores[each];
+      std::push_heap(kept.begin(), kept.end(), is_less_likely_kept);
+    }
+  }
+  std::sort_heap(kept.begin(), kept.end(), is_less_likely_kept);
+  std::copy(kept.begin(), kept.end(), largest);
+}
+
 // "lowbias32" (C. Wellons, 2018), of a number or of a vector of them.
 template <typename Word> Word mixed(Word x) {
   x = (x ^ (x >> 16)) * 0x7FEB352Du;
@@ -208,6 +237,39 @@ Tensor argmax(const Tensor& given) {
   for (int64_t row = 0; row < scores.numel() / V; row++)
     numbers<int64_t>(found)[row] = first_largest(numbers<float>(scores) + row * V, V);
   return found;
+}
+
+// The values of torch's topk, scores (R, V) float32 -> (R, count).
+Tensor largest(const Tensor& given, int64_t count) {
+  Tensor scores = as_contiguous(given);
+  bool fits = has_shape(scores, ScalarType::Float, {ANY, ANY}) && count > 0 && count <= scores.size(1);
+  STD_TORCH_CHECK(fits, "scores must be (R, V) float32, and count from 1 to V");
+  int64_t R = scores.size(0), V = scores.size(1);
+  Tensor found = new_tensor({R, count}, ScalarType::Float);
+  parallel_for(R, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++)
+      copy_largest(numbers<float>(scores) + row * V, V, count, numbers<float>(found) + row * count);
+  });
+  return found;
+}
+
+// Puts `filler` where scores (R, V) float32 are below the edge of their row, (R, 1).
+void cut_below(Tensor scores, const Tensor& edges, double filler) {
+  bool fits = has_shape(scores, ScalarType::Float, {ANY, ANY}) && scores.is_contiguous();
+  STD_TORCH_CHECK(fits && has_shape(edges, ScalarType::Float, {scores.size(0), 1}),
+                  "scores must be (R, V) float32 in one piece, and edges (R, 1)");
+  int64_t V = scores.size(1);
+  Tensor of_rows = as_contiguous(edges);
+  for (int64_t row = 0; row < scores.size(0); row++) {
+    float* to = numbers<float>(scores) + row * V;
+    float edge = numbers<float>(of_rows)[row], value = static_cast<float>(filler);
+    int64_t i = 0;
+    for (; i + LANES <= V; i += LANES) {
+      Vec score = load(to + i);
+      store(to + i, score < edge ? splat(value) : score);
+    }
+    for (; i < V; i++) to[i] = to[i] < edge ? value : to[i];
+  }
 }
 
 // The bits of medusa.acceptance.sampling.hashed_bits: seeds (B,), positions (B, L) -> (B, L, V), of all tokens
