@@ -50,10 +50,18 @@ def imported(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
+def tested(path: Path) -> frozenset[str]:
+    """The modules that a file of tests imports, or that a file does which it runs in a process of its own:
+    one in tests/ that it names."""
+    names = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+    run = [file for file in (ROOT / "tests").rglob("*.py") if file.name in names]
+    return imported(path).union(*map(imported, run))
+
+
 def tests_for(changed: list[str]) -> list[str]:
     """The files and folders of tests that the paths ``changed`` ask for."""
     test_files = sorted((ROOT / "tests").rglob("test_*.py"))
-    imports = {path.relative_to(ROOT).as_posix(): imported(path) for path in test_files}
+    imports = {path.relative_to(ROOT).as_posix(): tested(path) for path in test_files}
     chosen: set[str] = set()
     for name in changed:
         path = Path(name)

@@ -17,6 +17,7 @@ PROGRAM = runpy.run_path(str(CHECKOUT / "scripts/changed_tests.py"))
         ("medusa/trees/candidate_tree.py", "tests/decoding/test_exactness.py", "tests/cli"),
         ("medusa/heads/mtp.py", "tests/engine/weights/test_converted_files.py", "tests/interop"),
         ("medusa/engine/weights/forms.py", "tests/engine/weights", "tests/engine"),
+        ("medusa/base/attention.py", "tests/decoding/test_on_a_pretended_card.py", "tests/serving"),
         ("medusa/text_stream.py", "tests/test_text_stream.py", "tests/training"),
         ("tests/tiny_server.py", "tests/serving/test_server.py", "tests/trees"),
         ("docs/guides/serving.md", "tests/test_documentation.py", "tests/decoding/test_exactness.py"),
