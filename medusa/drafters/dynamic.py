@@ -196,14 +196,15 @@ class DynamicDrafter(LevelDrafter):
         parents = None
         largest_values = None  # the best values so far, which tell when the tree is full
         for depth in range(1, self.tree.depth + 1):
-            noise: tuple[Tensor | None, Tensor | None] = None, None
+            noise_of_columns = noise_of_expected = None
             if context.noise is not None:
-                of_columns = self.noise_of_columns(context.noise, depth, len(context.root))
-                noise = of_columns, context.noise.of_tokens(depth, expected.tokens)
+                noise_of_columns = self.noise_of_columns(context.noise, depth, len(context.root))
+                noise_of_expected = context.noise.of_tokens(depth, expected.tokens)
             grown, goes_on = kernels.grow(
                 self.logits_after_beam(context, beam.paths, parents).float(),
                 sharpness,
-                *noise,
+                noise_of_columns,
+                noise_of_expected,
                 self.token_map,
                 self._columns,
                 expected.tokens,

@@ -29,6 +29,9 @@ from medusa.heads.calibration import AnsweredTokens
 from medusa.training.config import DataOptions
 from medusa.training.data.reading import expanded
 
+COUNT_BEFORE = 4
+"""How often a token of the map of heads that go on counts as written beside what the new text has."""
+
 
 class Document(NamedTuple):
     """One training sequence."""
@@ -109,14 +112,17 @@ class Documents:
     def most_frequent_labels(
         self, count: int, vocab_size: int, before: np.ndarray | None = None
     ) -> np.ndarray:
-        """(count,) ids, ascending, of the tokens most often written. Where counts are equal: those in
-        ``before``, a token map of heads that go on with this text, and then low ids."""
+        """(count,) ids, ascending, of the tokens most often written; where counts are equal, low ids.
+
+        Those in ``before``, a token map of heads that go on with this text, count as written
+        :data:`COUNT_BEFORE` times more: what a text has once does not drive them out.
+        """
         if not 1 <= count <= vocab_size:
             raise ValueError(f"token_map_size must be in [1, {vocab_size}], got {count}")
-        preference = 2 * np.bincount(self.tokens[self.is_label], minlength=vocab_size)
+        counts = np.bincount(self.tokens[self.is_label], minlength=vocab_size)
         if before is not None:
-            preference[before[before < vocab_size]] += 1
-        return np.sort(np.argsort(-preference, kind="stable")[:count])
+            counts[before[before < vocab_size]] += COUNT_BEFORE
+        return np.sort(np.argsort(-counts, kind="stable")[:count])
 
 
 def trained_on(training: Documents, options: DataOptions) -> Documents:
