@@ -152,9 +152,10 @@ class UpcomingNoise:
     def of_tokens(self, depth: int, tokens: Tensor | None) -> Tensor:
         """Of ``tokens`` (B, C) long, ``depth`` positions after the root: (B, C); of all of them (B, V) if
         None."""
-        if tokens is None:
-            return self.until(depth)[:, depth - 1]
-        return self._noise(depth - 1, depth, tokens)[:, 0]
+        if tokens is not None and _runs_on_kernels(tokens):
+            return self._noise(depth - 1, depth, tokens)[:, 0]
+        noise = self.until(depth)[:, depth - 1]  # on a card fewer operators than anew at each depth
+        return noise if tokens is None else noise.gather(1, tokens)
 
     def chosen(self, scores: Tensor, depth: int, rows: Sequence[int] | None = None) -> Tensor:
         """:func:`choose` from scores (R, V) of ``rows``, or of all, ``depth`` positions after the root: (R,)
@@ -321,7 +322,7 @@ def _path_free(processor: Any, no_path: Tensor, scores: Tensor) -> Tensor:
     if edge is None:
         return processor(no_path, scores)
     if scores.is_contiguous() and _runs_on_kernels(scores):
-        torch.ops.medusa.cut_below(scores, edge, processor.filter_value)
+        torch.ops.medusa.cut_below(scores, edge.contiguous(), processor.filter_value)
         return scores
     return scores.masked_fill_(scores < edge, processor.filter_value)
 

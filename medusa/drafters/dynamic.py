@@ -341,7 +341,7 @@ class DynamicDrafter(LevelDrafter):
         of_match = torch.logaddexp(of_heads + share, weights.log())  # (B, M, W)
         if context.noise is not None:
             log_q = log_q + self.noise_of_columns(context.noise, depth, len(row))[:, None]
-            of_match = of_match + context.noise.of_tokens(depth, expected.tokens)[row[..., None], nodes]
+            of_match = of_match + context.noise.of_tokens(depth, tokens.flatten(1)).view_as(of_match)
             total = torch.logaddexp(log_q.logsumexp(-1, True) + share, of_match.logsumexp(-1, True))
             share = share - total
             of_match = of_match - total

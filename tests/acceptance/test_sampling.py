@@ -258,6 +258,14 @@ def test_what_is_cut_without_sorting_is_what_transformers_cuts(kind, warper):
     assert edge_of_kept(logits, hf.MinPLogitsWarper(0.1)) is None
 
 
+def test_rows_are_cut_each_at_its_own_edge():
+    logits = 4 * torch.randn(3, 20_000, generator=torch.Generator().manual_seed(1))
+    chain = LogitsProcessorList(
+        [hf.TemperatureLogitsWarper(0.7), hf.TopKLogitsWarper(30), hf.TopPLogitsWarper(0.8)]
+    )
+    assert torch.equal(warp_logits(logits, chain), chain(None, logits))
+
+
 def test_choosing_is_argmax_of_scores_plus_noise():
     scores, noise = torch.tensor([[1.0, 2.0, 0.0]]), torch.tensor([[2.0, 0.0, 0.5]])
     assert choose(scores, None).tolist() == [1]

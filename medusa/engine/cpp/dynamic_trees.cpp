@@ -275,8 +275,9 @@ struct Level {
 std::tuple<std::vector<Tensor>, bool> grow(
     Tensor logits, std::optional<Tensor> sharpness, std::optional<Tensor> noise,
     std::optional<Tensor> expected_noise, std::optional<Tensor> token_map, std::optional<Tensor> columns,
-    const Tensor& expected_tokens, const Tensor& children, const Tensor& shares, const Tensor& paths, std::optional<Tensor> match_nodes,
-    std::optional<Tensor> path_logprob, std::optional<Tensor> candidate_numbers,
+    const Tensor& expected_tokens, const Tensor& children, const Tensor& shares, const Tensor& paths,
+    std::optional<Tensor> match_nodes, std::optional<Tensor> path_logprob,
+    std::optional<Tensor> candidate_numbers,
     std::optional<Tensor> largest_values, int64_t num_wanted, int64_t num_candidates, int64_t fanout,
     int64_t beam_width, bool has_match, double min_accept_prob) {
   Level level{.logits = logits,
