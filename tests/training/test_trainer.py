@@ -84,6 +84,9 @@ def test_training_goes_on_from_given_heads_with_a_token_map_of_the_new_data(tmp_
         before = theirs["token_map"].tolist()
         expected = again.data.training.most_frequent_labels(20, 258, theirs["token_map"].numpy())
         assert again.heads.token_map.tolist() == expected.tolist()
+        other = [{"text": "WXYZ" * 10}] * 20
+        fresh = new_trainer(tmp_path / "other", other, start_from=given, **kind)
+        assert fresh.heads.token_map.tolist() != before, "what is written often enters"
         few = new_trainer(tmp_path / "few", rows[:4], start_from=given, **kind)
         written = {*few.data.training.tokens[few.data.training.is_label].tolist()}
         kept = {*few.heads.token_map.tolist()} - written
