@@ -3,18 +3,23 @@
 import importlib
 import json
 import re
+import shutil
 import subprocess
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from conftest import needs_kernels
+from make_dist import NEWEST
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from wheels import built_wheel
 
 import medusa
 from medusa.engine.building import LEVELS, OLDEST_TORCH, seal
+from medusa.engine.kernels import kept_kernels, kernels_unsupported_reason
+from medusa.engine.libraries import found_compiler
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -87,6 +92,18 @@ def test_a_wheel_for_a_machine_holds_the_kernels_of_its_levels_and_is_for_any_py
     mine = [level.name for level in LEVELS if level.machine == machine]
     expected = {f"medusa/engine/binaries/{name}.{kind}" for name in mine for kind in ("so", "json")}
     assert binaries == expected and len(mine) > 1
+
+
+@needs_kernels
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="no binutils are installed")
+def test_the_kernels_need_no_newer_system_than_the_wheel_is_named_for():
+    assert kernels_unsupported_reason() is None
+    library = kept_kernels(found_compiler())
+    symbols = subprocess.run(["objdump", "-T", library], check=True, capture_output=True, text=True).stdout
+    needed = re.findall(r"\(GLIBC_([0-9.]+)\)\s+(\w+)", symbols)
+    newer = {name for version, name in needed if tuple(map(int, version.split("."))) > NEWEST["GLIBC"]}
+    replaced = (ROOT / "medusa/engine/cpp/older_systems.h").read_text()
+    assert needed and not [name for name in newer if name not in replaced]
 
 
 def metadata_of(archive, name):
