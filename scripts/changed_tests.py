@@ -39,10 +39,15 @@ def _git(*words: str, check: bool = True) -> list[str]:
 
 
 @functools.cache
+def parsed(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def imported(path: Path) -> frozenset[str]:
     """The modules that a file imports anywhere; "from a import b" may mean a or a.b."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in parsed(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -53,9 +58,18 @@ def imported(path: Path) -> frozenset[str]:
 def tested(path: Path) -> frozenset[str]:
     """The modules that a file of tests imports, or that a file does which it runs in a process of its own:
     one in tests/ that it names."""
-    names = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+    names = {node.value for node in parsed(path) if isinstance(node, ast.Constant)}
     run = [file for file in (ROOT / "tests").rglob("*.py") if file.name in names]
     return imported(path).union(*map(imported, run))
+
+
+def innermost_room(module: Path) -> str | None:
+    """The folder of tests that lies nearest to a module of medusa/, as its folders do."""
+    for above in module.parents:
+        room = ROOT.joinpath("tests", *above.parts[1:])
+        if len(above.parts) > 1 and room.is_dir():
+            return room.relative_to(ROOT).as_posix()
+    return None
 
 
 def tests_for(changed: list[str]) -> list[str]:
@@ -70,8 +84,7 @@ def tests_for(changed: list[str]) -> list[str]:
             chosen |= {test for test, names in imports.items() if test == name or path.stem in names}
         elif path.parts[0] == "medusa" and len(path.parts) > 1:
             module = ".".join(path.with_suffix("").parts)
-            rooms = ["/".join(("tests", *above.parts[1:])) for above in path.parents if len(above.parts) > 1]
-            chosen |= set([room for room in rooms if (ROOT / room).is_dir()][:1])
+            chosen |= {room for room in [innermost_room(path)] if room is not None}
             chosen |= {test for test, names in imports.items() if module in names}
             chosen |= set(ALWAYS)
         elif path.parts[0] in ("train", "inference", "scripts"):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from medusa.acceptance.sampling import UpcomingNoise, choose
+from medusa.acceptance.sampling import UpcomingNoise, choose_next
 from medusa.trees.candidate_tree import TreeTopology
 
 
@@ -226,7 +226,7 @@ def accept_in_lockstep(
     def choose_after(running: list[int], nodes: list[int], depth: int) -> list[int]:
         indices = [rows[row] for row in running]
         scores = batch.scores(indices, logits[running, nodes])
-        chosen = choose(scores, None) if noise is None else noise.chosen(scores, depth + 1, running)
+        chosen = choose_next(scores, noise, depth + 1, running)
         batch.add(indices, chosen.tolist())
         return chosen.tolist()
 

@@ -226,6 +226,13 @@ def choose(scores: Tensor, noise: Tensor | None) -> Tensor:
     return chunk * CHUNK + within.squeeze(-2).argmax(dim=-1)
 
 
+def choose_next(
+    scores: Tensor, noise: UpcomingNoise | None, depth: int, rows: Sequence[int] | None = None
+) -> Tensor:
+    """The tokens ``depth`` positions after the root, from scores (R, V) of ``rows``, or of all: (R,) long."""
+    return choose(scores, None) if noise is None else noise.chosen(scores, depth, rows)
+
+
 @dataclass(frozen=True)
 class NodePaths:
     """The text of each node, for processors: all tokens up to it. Rows are stored without padding."""

@@ -22,7 +22,7 @@ from medusa.acceptance.exact import (
     accepted_up_to,
 )
 from medusa.acceptance.protocol import SampledDraft, verification_noise
-from medusa.acceptance.sampling import NodePaths, UpcomingNoise, choose, process_node_logits
+from medusa.acceptance.sampling import NodePaths, UpcomingNoise, choose, choose_next, process_node_logits
 from medusa.decoding.state import DecodeState, Row
 from medusa.drafters.protocol import Draft
 from medusa.trees.candidate_tree import TreeTopology
@@ -93,7 +93,7 @@ def _accept_by_walking(
 
     def choose_after(rows: list[int], nodes: list[int], depth: int) -> list[int]:
         scores = node_scores(state, draft, logits[rows, nodes][:, None], rows, nodes)[:, 0]  # (R, V)
-        chosen = choose(scores, None) if noise is None else noise.chosen(scores, depth + 1, rows)
+        chosen = choose_next(scores, noise, depth + 1, rows)
         if state.refuses_nan:
             for row, is_nan in zip(rows, scores.gather(1, chosen[:, None]).isnan().tolist(), strict=True):
                 chose_nan[row] |= is_nan[0]
@@ -120,10 +120,10 @@ def _accept_sampled(state: DecodeState, draft: Draft, logits: Tensor) -> Accepta
 
 def _chosen(scores: Tensor, noise: UpcomingNoise | None, topology: TreeTopology) -> Tensor:
     """The token after each node, (B, N) long, given the scores (B, N, V)."""
+    if topology.num_nodes == 1:
+        return choose_next(scores[:, 0], noise, 1)[:, None]
     if noise is None:
         return choose(scores, None)
-    if topology.num_nodes == 1:
-        return noise.chosen(scores[:, 0], 1)[:, None]
     depths = topology.depths.expand(len(scores), -1)  # (B, N)
     by_depth = noise.until(topology.max_depth + 1)  # (B, L, V)
     return choose(scores, by_depth.gather(1, depths[..., None].expand(-1, -1, by_depth.shape[2])))

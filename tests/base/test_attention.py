@@ -15,13 +15,17 @@ from transformers import (
     MistralConfig,
     Qwen2Config,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from medusa import CandidateTree
 from medusa.base.attention import (
     MOST_TREE_NODES,
+    grouped_attention,
     layer_windows,
     mask_dtype,
     node_positions,
+    pinned_attention,
     seen_slots,
     tree_attention_masks,
 )
@@ -195,3 +199,19 @@ def config_with(attention: str) -> LlamaConfig:
 def test_a_mask_is_boolean_for_sdpa_and_added_to_scores_elsewhere():
     dtypes = {name: mask_dtype(config_with(name), torch.bfloat16) for name in ("sdpa", "eager")}
     assert dtypes == {"sdpa": None, "eager": torch.bfloat16}
+
+
+def test_on_a_card_heads_attend_in_groups_while_any_pass_runs_unless_somebody_chose_otherwise(monkeypatch):
+    card, of_cudnn = torch.device("cuda"), torch.backends.cuda.cudnn_sdp_enabled
+    before = of_cudnn()
+    with pinned_attention(torch.device("cpu")):
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+    with pinned_attention(card):
+        with pinned_attention(card):
+            pass
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is grouped_attention and not of_cudnn()
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward and of_cudnn() == before
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", mask_dtype)
+    with pinned_attention(card):
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is mask_dtype and not of_cudnn()
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is mask_dtype

@@ -203,12 +203,13 @@ def built_heads(configuration: TrainingConfiguration, base: CausalLM, training: 
     if start is None:
         heads.initialise(base)
     else:
-        start_from(heads, start)
+        start_from(heads, start, configuration.heads.start_from)
     return heads.to(base.device).float().train()
 
 
-def start_from(heads: Heads, checkpoint: HeadsCheckpoint) -> None:
-    """Copy the weights of ``checkpoint`` into ``heads``, all but the token map, whose size is free.
+def start_from(heads: Heads, checkpoint: HeadsCheckpoint, name: object) -> None:
+    """Copy the weights of ``checkpoint``, which errors call ``name``, into ``heads``: all but the token map,
+    whose size is free.
 
     They may have parts that those lack and that begin as the identity: see
     :meth:`medusa.heads.protocol.Heads.grown_from`.
@@ -218,7 +219,7 @@ def start_from(heads: Heads, checkpoint: HeadsCheckpoint) -> None:
     """
     if checkpoint.adapter is not None:
         raise ValueError(
-            "start_from: those heads were trained together with an adapter and belong to the base that "
+            f"start_from: the heads of {name} were trained with an adapter and belong to the base that "
             "carries it; start from heads of the base itself"
         )
     ours = asdict(heads.config)
@@ -229,7 +230,7 @@ def start_from(heads: Heads, checkpoint: HeadsCheckpoint) -> None:
         ours |= heads.grown_from(theirs)
     differing = differences(theirs, ours)
     if differing:
-        raise ValueError(f"start_from: those heads are others than asked for: {'; '.join(differing)}")
+        raise ValueError(f"start_from: the heads of {name} are others than asked for: {'; '.join(differing)}")
     heads.copy_weights(checkpoint.heads)
 
 

@@ -122,6 +122,19 @@ def test_zeros_of_older_files_and_tensors_without_a_use_are_read_too(directories
 
 
 @torch.no_grad()
+def test_a_tied_matrix_that_a_file_has_twice_is_no_tensor_without_a_place(directories, tmp_path):
+    path, expected = directories("fp8, blocks", "qwen2", is_tied=True)
+    tensors = tensors_of(path)
+    write_directory(tmp_path / "other", "fp8, blocks", "qwen2", is_tied=True)
+    save_tensors(
+        tmp_path / "other", tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    )
+    ids = prompts()["input_ids"]
+    logits = load_base(tmp_path / "other", "packed")(ids).logits
+    torch.testing.assert_close(logits, expected(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
 def test_layers_that_read_one_input_share_a_product_where_their_inputs_have_one_order(directories):
     for form, are_joined in [("gptq", True), ("gptq, order", True), ("gptq, orders", False)]:
         path, _ = directories(form)
