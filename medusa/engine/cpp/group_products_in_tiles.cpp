@@ -12,6 +12,8 @@ void multiply_pairs_in_tiles(const GroupProduct&, const Part&, int64_t, int64_t,
 #else
 namespace {
 
+static_assert(MULTIPLIES_QUADS, "tiles read rows of 8 bits; a processor with tiles has AVX512-VNNI");
+
 // Columns whose sums are kept until a row is finished with them.
 constexpr int64_t CHUNK = 256;
 constexpr int ROWS_ADDED = 4;  // at a time: additions of a row wait for each other
