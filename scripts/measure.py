@@ -49,6 +49,7 @@ from medusa.plots import BLUE, FAINT, INK, ORANGE
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "measurements"
+IMAGES = ROOT / "docs" / "images"
 OLDER = ", **older than the code**"
 """Marks an experiment whose code has changed since it ran."""
 START, END = "<!-- measured: see measurements/ -->", "<!-- end of what is measured -->"
@@ -290,6 +291,13 @@ def pages(known: Mapping[str, Experiment]) -> dict[Path, str]:
     }
 
 
+def draw_pictures(known: Mapping[str, Experiment]) -> None:
+    """The pictures of the pages, of what has been measured."""
+    draw_speed(known, IMAGES / "speed.png")
+    if known["hybrids"].record() is not None:
+        draw_hybrids(known, IMAGES / "hybrids.png")
+
+
 def draw_speed(known: Mapping[str, Experiment], path: Path) -> None:
     """The picture of README.md: how long a token takes, in float32 and in 8 bits."""
     import matplotlib.pyplot as plt
@@ -309,26 +317,52 @@ def draw_speed(known: Mapping[str, Experiment], path: Path) -> None:
         assert record is not None, "drawn from what was found"
         taken = record["found"]["by_setting"][0]["milliseconds_per_token"]
         bars = sorted(((each, ms) for each, ms in taken.items() if each != left_out), key=lambda bar: bar[1])
-        labels = [names[each] for each, _ in bars]
-        places = ax.barh(labels, [ms for _, ms in bars], color=[colors.get(each, FAINT) for each, _ in bars])
-        ax.bar_label(places, fmt="%.1f", padding=4, color=INK)
-        ax.set_title(title, loc="left", color=INK)
-        ax.invert_yaxis()
-        ax.margins(x=0.1)
-        ax.spines[["top", "right"]].set_visible(False)
+        draw_bars(ax, title, {names[each]: (ms, colors.get(each, FAINT)) for each, ms in bars})
     axes[1].set_xlabel("milliseconds per token")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
+def draw_bars(ax: Any, title: str, bars: Mapping[str, tuple[float, str]]) -> None:
+    """Milliseconds and a color by name, from top to bottom."""
+    milliseconds, colors = zip(*bars.values(), strict=True)
+    ax.bar_label(ax.barh([*bars], milliseconds, color=colors), fmt="%.1f", padding=4, color=INK)
+    ax.set_title(title, loc="left", color=INK)
+    ax.invert_yaxis()
+    ax.margins(x=0.1)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def draw_hybrids(known: Mapping[str, Experiment], path: Path) -> None:
+    """The picture of bases that keep a state: what a token takes with right and wrong guesses."""
+    import matplotlib.pyplot as plt
+
+    record = known["hybrids"].record()
+    assert record is not None, "drawn from what was found"
+    bars = {
+        "all guesses right": ("predicted_ms_per_token", ORANGE),
+        "plain decoding": ("ms_per_token", BLUE),
+        "all guesses wrong": ("wrong_ms_per_token", FAINT),
+    }
+    shapes = record["found"]["shapes"]
+    figure, axes = plt.subplots(len(shapes), 1, figsize=(6, 1.5 * len(shapes)), sharex=True)
+    for ax, (shape, each) in zip(axes, shapes.items(), strict=True):
+        ours = each["contenders"]["file Q4_K_M"]
+        draw_bars(ax, shape, {name: (ours[key], color) for name, (key, color) in bars.items()})
+    axes[-1].set_xlabel("milliseconds per token")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
 def write() -> None:
-    """Write the pages and the picture, once what the README shows has run."""
+    """Write the pages and the pictures, once what the README shows has run."""
     known = experiments()
     if missing := [name for name in SHOWN_FIRST if known[name].record() is None]:
         log_console().print(f"the pages wait for {', '.join(missing)}")
         return
-    draw_speed(known, ROOT / "docs" / "images" / "speed.png")
+    draw_pictures(known)
     for path, text in pages(known).items():
         with replaced_file(path) as partial:
             partial.write_text(text, encoding="utf-8")

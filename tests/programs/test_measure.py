@@ -53,7 +53,7 @@ def measure(tmp_path, monkeypatch):
     monkeypatch.setattr(program, "FOLDER", folder)
     monkeypatch.setattr(program, "SHOWN_FIRST", ("a", "b"))
     monkeypatch.setattr(program, "commit", lambda: "abc1234")
-    monkeypatch.setattr(program, "draw_speed", lambda known, path: None)
+    monkeypatch.setattr(program, "draw_pictures", lambda known: None)
     return program
 
 
