@@ -3,12 +3,14 @@
 import gc
 import random
 import threading
+import weakref
 
 import pytest
 import torch
 from tiny_chat import HIDDEN_SIZE, VOCAB_SIZE, chat_base, chat_tokenizer, save_chat_model
 
 from medusa import CandidateTree, HeadsCheckpoint, HeadsConfig, MedusaHeads, MedusaModel
+from medusa.decoding import executor
 from medusa.decoding.batch import Row
 from medusa.heads.checkpoint import load_heads
 
@@ -123,6 +125,38 @@ def test_heads_are_swapped_while_other_threads_decode():
     for thread in threads:
         thread.join()
     assert not failures
+
+
+@pytest.mark.parametrize("engine", ["eager", "packed", "int8"])
+@pytest.mark.parametrize("step", ["general", "static"])
+def test_heads_in_whose_place_others_are_used_are_gone_at_once(engine, step):
+    model = MedusaModel(chat_base(), tokenizer=chat_tokenizer(), engine=engine, step=step)
+    gc.collect()
+    gc.disable()  # a server collects garbage in full after hours
+    try:
+        before = []
+        for number in range(3):
+            checkpoint = random_checkpoint(number)
+            before.append(weakref.ref(checkpoint.heads))
+            model.use_heads(checkpoint)
+            del checkpoint
+            model.generate(**prompts(), max_new_tokens=8)
+            list(model.stream(**prompts(2), max_new_tokens=8))
+        assert [heads() is not None for heads in before] == [False, False, True]
+    finally:
+        gc.enable()
+
+
+def test_each_heads_are_compiled_once_and_the_pass_is_kept(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(executor, "CompiledPass", lambda base: compiled.append("pass") or base)
+    monkeypatch.setattr(executor, "compile_heads", lambda heads, lm_head: compiled.append("heads"))
+    model = MedusaModel(chat_base(), tokenizer=chat_tokenizer(), engine="packed")
+    for number in range(2):
+        model.use_heads(random_checkpoint(number))
+        for _ in range(2):
+            model.compile()
+    assert compiled == ["heads", "pass", "heads"]
 
 
 def test_heads_that_do_not_fit_change_nothing(place):

@@ -275,6 +275,19 @@ def test_pages_of_a_file_from_the_hub_are_given_back_too(tmp_path):
     assert any(low <= start < high for low, high in memory._mapped_files())
 
 
+def test_pages_of_a_packed_weight_that_is_gone_are_given_back_and_its_neighbours_stay():
+    pages = memory.HugePages()
+    first, second, third = (pages.empty((size,), torch.uint8).fill_(7) for size in (5000, 20_000, 64))
+    start, part = second.data_ptr() - first.data_ptr(), pages._part
+    view = second[9_000:]
+    del second
+    assert part[start : start + 20_000] == bytes([7]) * 20_000, "a view keeps it"
+    del view
+    assert part[8192:24_576] == bytes(16_384), "whole pages of zeros"
+    assert part[:5000] == bytes([7]) * 5000 and part[start + 20_032 : start + 20_096] == bytes([7]) * 64
+    assert first.eq(7).all() and third.eq(7).all()
+
+
 PEAK = """
 import json, sys
 from medusa.engine.kernels import lanes
