@@ -171,7 +171,7 @@ class MedusaModel:
         learned = learning_place(name)
         if not learned.base:
             with learned.locked():
-                learned.begin(name)
+                learned.begin(name, self.tokenizer.chat_template is not None)
         model = weakref.ref(self)
 
         def is_busy() -> bool:

@@ -7,7 +7,7 @@ from functools import partial
 
 from medusa.base.known_models import learned_for
 from medusa.cli.option_types import HeadsOptions
-from medusa.cli.options import command
+from medusa.cli.options import asking_command, command
 from medusa.console import TIMES, Column, log_console, megabytes
 from medusa.learning.collected_texts import CollectedTexts
 from medusa.learning.learned_heads import LearnedHeads, learned_home
@@ -29,7 +29,10 @@ def heads(options: HeadsOptions) -> list[str]:
             say(f"forgotten: all that was learned for {base}, {megabytes(size)} in {learned.directory}")
             end_with_json({"base": base, "bytes": size}, options.report.json)
             return [command("learn", base)]
+        removed = learned.version
         version = learned.undo()
+    if removed is not None:
+        say(f"version {removed.number} of {removed.made} was removed")
     now = "no learned heads" if version is None else f"version {version.number} of {version.made}"
     say(f"{base} has {now} in use")
     end_with_json({"base": base, "in_use": None if version is None else version.number}, options.report.json)
@@ -100,4 +103,4 @@ def _list(options: HeadsOptions) -> list[str]:
     report.publish(options.report.json)
     if not rows:
         return [command("learn", "MODEL.gguf")]
-    return [command("chat", "--base", rows[-1]["base"])]
+    return [asking_command(everything[-1].has_template, "--base", everything[-1].base)]

@@ -79,13 +79,14 @@ def learn(options: LearnOptions) -> list[str]:
     model = load_model(options.model, with_heads=False)  # fetched now, if it is the hub's and new
     learned = learning_place(options.base)
     with learned.locked():
-        learned.begin(options.base)
-        lesson = _round(options, learned, has_template=tokenizer.chat_template is not None)
+        has_template = tokenizer.chat_template is not None
+        learned.begin(options.base, has_template)
+        lesson = _round(options, learned, has_template)
         if not lesson.is_answered:
             _answer(lesson, model, options)
         del model  # training needs no layers of the base
         gc.collect()
-        log_console().rule("3 of 6: training")
+        _say_part(lesson, "3 of 6: training")
         base = BaseOptions(options.base, options.tokenizer, options.trust_remote_code)
         if not job.train(lesson.configuration(base, options.template)):
             return []
@@ -134,6 +135,12 @@ def _round(options: LearnOptions, learned: LearnedHeads, has_template: bool) -> 
     return lesson
 
 
+def _say_part(lesson: Round, title: str) -> None:
+    """The heading of a part, with the minutes that those before it have taken."""
+    of_all = "" if lesson.minutes is None else f" of about {lesson.minutes:.0f}"
+    log_console().rule(f"{title}, after {lesson.minutes_taken:.0f}{of_all} minutes")
+
+
 # ------------------------------------------------------------------ answers
 
 
@@ -157,7 +164,7 @@ def _answer(lesson: Round, model: MedusaModel, options: LearnOptions) -> None:
         ("2 of 6: answers", lesson.questions, lesson.answers, [0.0, 0.7], ANSWERING * minutes),
     )
     for title, questions, output, temperatures, limit in parts:
-        log.rule(title)
+        _say_part(lesson, title)
         settings = {"base": options.base, "temperatures": temperatures, "template": kwargs}
         with AnswerFile(output, settings) as answers:
             report, seconds = answer(
@@ -208,7 +215,7 @@ def _measured(lesson: Round, options: LearnOptions, in_use: str) -> dict[str, di
     """Choose the tree of the new heads, and measure what they give, and what is in use, each beside plain
     decoding: the reports of ``medusa benchmark`` by what was measured."""
     learned = replace(options.model, heads=str(lesson.heads))
-    log_console().rule("4 of 6: the tree for this machine")
+    _say_part(lesson, "4 of 6: the tree for this machine")
     tune(
         TuneOptions(
             model=learned,
@@ -224,7 +231,7 @@ def _measured(lesson: Round, options: LearnOptions, in_use: str) -> dict[str, di
     measured = {}
     for name, model in compared.items():
         part = "5 of 6: the speed" if name == "learned" else "6 of 6: the speed of what was in use"
-        log_console().rule(part)
+        _say_part(lesson, part)
         report = lesson.directory / f"{name.replace(' ', '-')}.json"
         benchmark(
             BenchmarkOptions(
@@ -273,6 +280,8 @@ def _summarise(
         f"{version.num_tokens:,} tokens",
         style="bold",
     )
+    alone = ways["learned"]["speedup_over_plain"]["heads"]
+    say(f"by the heads alone {alone:.2f} times: the default also copies guesses from the text")
     say(f"what was in use before: {_speedup(ways['in use']):.2f} times")
     if is_better:
         say(f"in use from now on, in {learned.in_use}")

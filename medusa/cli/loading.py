@@ -150,7 +150,7 @@ def load_model(
     if share:
         heads += f"; {share:.2%} of those in 12 bits kept apart"
     log.print(f"{name} in {base.dtype} on {device}, {heads}", style="dim", soft_wrap=not log.is_terminal)
-    if named is None and with_heads:
+    if named is None and with_heads and options.heads != NO_HEADS:
         text = (
             f"no heads were given, so guesses are copied from the text; to train some: {how_to_train(name)}"
         )

@@ -542,11 +542,14 @@ def command(name: str, *words: object) -> str:
 
 
 def answer_command(tokenizer: Any, *words: object) -> str:
+    """The command that answers, with this tokenizer: see :func:`asking_command`."""
+    return asking_command(tokenizer.chat_template is not None, *words)
+
+
+def asking_command(has_template: bool, *words: object) -> str:
     """The command that answers: ``medusa chat``, or ``medusa generate`` where the base has no chat template
     and continues text."""
-    if tokenizer.chat_template is not None:
-        return command("chat", *words)
-    return command("generate", *words, "Once upon a time")
+    return command("chat", *words) if has_template else command("generate", *words, "Once upon a time")
 
 
 def how_to_train(base: str | None) -> str:

@@ -92,6 +92,11 @@ class LearnedHeads:
         return str(self._record().get("base", ""))
 
     @property
+    def has_template(self) -> bool:
+        """Whether the base has a chat template; as nearly all do where an older record does not say."""
+        return bool(self._record().get("has_template", True))
+
+    @property
     def versions(self) -> list[LearnedVersion]:
         """Those that are kept, the oldest first.
 
@@ -157,9 +162,11 @@ class LearnedHeads:
             self.directory.chmod(0o700)  # what was learned says what was read
             yield
 
-    def begin(self, base: str) -> None:
-        """Make a place for what is learned for the base of this name."""
-        write_json(self.directory / RECORD, {**self._record(), "base": base})
+    def begin(self, base: str, has_template: bool | None = None) -> None:
+        """Make a place for what is learned for the base of this name, which has a chat template or none, or
+        is known (None)."""
+        known = {} if has_template is None else {"has_template": has_template}
+        write_json(self.directory / RECORD, {**self._record(), "base": base, **known})
 
     def end_round(self, version: LearnedVersion, heads: Path | None, answers: Path) -> None:
         """Count the round, take ``heads`` into use where it left better ones, keep its ``answers``, and clear

@@ -158,7 +158,9 @@ class Service(PromptTokenizer):
         sources = " and ".join(self.sampling_sources) or "OpenAI's defaults"
         log.info("sampling where a request leaves it out: %s (%s)", self.sampling, sources)
         if self.tokenizer.chat_template is None:
-            log.info("the base has no chat template: /v1/completions only, and no chat page")
+            log.info(
+                "the base has no chat template: only /v1/completions answers, and no chat does, nor the page"
+            )
 
     def count_as_busy(self, is_other_work: Callable[[], bool]) -> None:
         """Have heads learn only while this model does nothing, nor is there other work."""

@@ -32,7 +32,7 @@ def pretend_benchmark(monkeypatch, *speedups, tokens_per_step=2.0):
     def benchmark(options):
         speedup = next(coming)
         values = {
-            "speedup_over_plain": {"default": speedup},
+            "speedup_over_plain": {"heads": speedup - 0.25, "default": speedup},
             "speedup_interval": {"default": [speedup - 0.1, speedup + 0.1]},
             "tokens_per_step_of": {"default": tokens_per_step},
             "identical": True,
@@ -128,6 +128,11 @@ def test_the_list_says_how_good_they_are_and_from_what(place, learned, capsys):
     assert row["speedup"] == 2.0 and row["gain"] == 1.818, "1.1 was in use"
     assert row["learned_from"] == [str(place / "questions.jsonl")] and row["num_tokens"] > 50
     assert "2.00x" in said.out and f"medusa chat --base {place / 'base'}" in said.err
+    with learned.locked():
+        learned.begin(learned.base, has_template=False)
+    assert f"medusa generate --base {place / 'base'} 'Once upon a time'" in ran(capsys, ["heads"]).err
+    with learned.locked():
+        learned.begin(learned.base, has_template=True)
 
 
 def test_the_next_round_begins_as_the_heads_in_use_and_learns_from_earlier_answers(
@@ -136,14 +141,16 @@ def test_the_next_round_begins_as_the_heads_in_use_and_learns_from_earlier_answe
     before = learned.in_use
     asked = pretend_training(monkeypatch, before)
     pretend_benchmark(monkeypatch, 2.2, 2.0)
-    ran(capsys, again)
+    said = ran(capsys, again).err
+    assert "2.20 times plain decoding on 4 questions" in said and "by the heads alone 1.95 times" in said
     (configuration,) = asked
     assert configuration.heads.start_from == str(before)
     assert configuration.data.data[0] == str(learned.answers[0])
     assert learned.version.number == 2 and learned.in_use != before and learned.version.is_private
     answers = [path.read_text() for path in learned.answers]
     assert len(answers) == 2
-    ran(capsys, ["heads", "undo", str(place / "base")])
+    said = ran(capsys, ["heads", "undo", str(place / "base")]).err
+    assert "version 2 of" in said and "was removed" in said and "has version 1 of" in said
     assert learned.in_use == before and not learned.heads_of(learned.version).with_name("heads-2").exists()
 
 
