@@ -43,6 +43,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -145,7 +146,9 @@ class Executor:
         self.trees = (trees or trees_of(heads)).on(self.state.runtime)
         self.costs = DraftCosts()
         self.captured = KeptSteppers()
-        self.drafters = DrafterFactory(self)
+        # By a proxy: two that own each other keep their heads until the next full garbage collection, when
+        # others have long taken their place.
+        self.drafters = DrafterFactory(weakref.proxy(self))
         self._tokenizer = tokenizer
         self._checked: set[str] = set()
         is_bound = reads_features(heads) or self._lacks_of_captured()

@@ -9,7 +9,6 @@ A name is a key of :data:`DRAFTERS`, or several joined by ``+`` (``heads+suffix`
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, singledispatch
@@ -309,14 +308,10 @@ class DraftCall:
 
 
 class DrafterFactory:
-    """Makes the drafters of one model by name; slow work, such as loading a model, is done once.
-
-    The model owns it, and is not owned by it: two that own each other keep their heads until the next full
-    garbage collection, when others have long taken their place.
-    """
+    """Makes the drafters of one model by name; slow work, such as loading a model, is done once."""
 
     def __init__(self, host: DraftHost, settings: DrafterSettings | None = None):
-        self._host: DraftHost = weakref.proxy(host)
+        self._host = host
         self._settings = settings or DrafterSettings()
         self._originals: dict[str, Drafter] = {}  # by name; see `_original`
 
